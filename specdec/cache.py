@@ -1,0 +1,68 @@
+"""A model with its KV cache. The only module that knows transformers' cache API (written for 5.24).
+
+What has to be known of it: the keyword is `cache` (`past_key_values` is deprecated), `crop` takes a *negative* count of tokens to
+remove, a sliding-window layer can be rolled back only if `activate_past_recording` was called before the first forward, and
+recurrent layers cannot be rolled back at all.
+"""
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from specdec.errors import InputError
+
+# Exactly these types: the recurrent layers inherit from them, and cannot be rolled back.
+_ROLLBACK_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """The most tokens that the model's positions reach; 2^31 - 1 where its configuration states no limit."""
+    config = model.config.get_text_config(decoder=True)
+    return int(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
+
+
+class CachedModel:
+    """A causal language model and the cache of what it has been fed; batch size 1.
+
+    Invariant: the cache holds one entry per token fed and not rolled back, `length` of them.
+
+    Raises:
+        InputError: the model is in training mode (dropout), or its cache has layers that cannot be rolled back.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        if model.training:
+            raise InputError(f"{type(model).__name__} is in training mode; allowed: models after .eval()")
+        self.model = model
+        self._cache = DynamicCache(config=model.config)
+        for layer in self._cache.layers:
+            if type(layer) not in _ROLLBACK_LAYERS:
+                raise InputError(
+                    f"{type(model).__name__} keeps a {type(layer).__name__} in its cache, which cannot be rolled back; "
+                    "allowed: models whose layers are full or sliding-window attention"
+                )
+        self._cache.activate_past_recording()
+        self.length = 0
+
+    @property
+    def room(self) -> int:
+        """How many more tokens fit into the model's context."""
+        return context_length(self.model) - self.length
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, keep: int | None = None) -> Tensor:
+        """Feed tokens, shape (n,), and return the logits after the last `keep` of them (default: all), shape (keep, V)."""
+        keep = len(tokens) if keep is None else keep
+        output = self.model(
+            tokens[None].to(self.model.device), cache=self._cache, use_cache=True, logits_to_keep=keep
+        )
+        self.length += len(tokens)
+        return output.logits[0]
+
+    def rollback(self, length: int) -> None:
+        """Forget all but the first `length` tokens fed. Call it once a round: it also trims sliding windows to size."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot roll a cache of {self.length} tokens back to {length}")
+        self._cache.crop(length - self.length)
+        self.length = length

@@ -1,0 +1,215 @@
+"""Plain and speculative decoding with a KV cache (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023, Algorithm 2).
+
+Invariant, before and after every round: the last token of the text, the *anchor*, has not been fed to the target; everything
+before it has. So target cache length = text length − 1, whatever was accepted, and plain decoding is the same loop with an empty
+draft: one verified token per target forward.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.cache import CachedModel
+from specdec.chance import Chooser, GeneratorChooser
+from specdec.drafters import Draft, Drafter
+from specdec.errors import InputError
+from specdec.sampling import SamplingConfig, to_probs
+from specdec.stats import AcceptanceStats, Round
+from specdec.verify import verify_tokens
+
+TokenKind = Literal["accepted", "corrected", "bonus"]
+
+
+class Streamer(Protocol):
+    """Hugging Face's streamer protocol: the prompt first, then 1-D tensors of new tokens, then `end`."""
+
+    def put(self, value: Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class RoundTokens:
+    """What one round emitted, for `on_round`: token ids and the kind of each."""
+
+    tokens: tuple[int, ...]
+    kinds: tuple[TokenKind, ...]
+    record: Round
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """
+    Args:
+        sequences: prompt and new tokens, shape (1, T + n), int64, on the CPU.
+        new_tokens: the n new token ids, the end token included.
+        stats: the rounds. Plain decoding has one round a token, without proposals.
+        finish_reason: "eos" if the last token is an end token, else "length".
+    """
+
+    sequences: Tensor
+    new_tokens: tuple[int, ...]
+    stats: AcceptanceStats
+    finish_reason: Literal["eos", "length"]
+
+
+def autoregressive_generate(
+    target: PreTrainedModel,
+    input_ids: Tensor,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos_token_id: int | Iterable[int] | None = None,
+    generator: torch.Generator | None = None,
+    streamer: Streamer | None = None,
+    on_prefill: Callable[[], None] | None = None,
+    on_round: Callable[[RoundTokens], None] | None = None,
+) -> GenerationResult:
+    """Plain decoding: one target forward per token. Arguments as for `speculative_generate`."""
+    return speculative_generate(
+        target,
+        input_ids,
+        drafter=None,
+        k=0,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        eos_token_id=eos_token_id,
+        generator=generator,
+        streamer=streamer,
+        on_prefill=on_prefill,
+        on_round=on_round,
+    )
+
+
+def speculative_generate(
+    target: PreTrainedModel,
+    input_ids: Tensor,
+    *,
+    drafter: Drafter | None,
+    k: int,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos_token_id: int | Iterable[int] | None = None,
+    generator: torch.Generator | None = None,
+    streamer: Streamer | None = None,
+    on_prefill: Callable[[], None] | None = None,
+    on_round: Callable[[RoundTokens], None] | None = None,
+) -> GenerationResult:
+    """Speculative decoding; the new tokens are distributed exactly as the target's.
+
+    Args:
+        target: a causal language model in eval mode.
+        input_ids: the prompt, shape (1, T), T ≥ 1.
+        drafter: who proposes; not needed, and not touched, at k = 0.
+        k: draft tokens per round (γ in Leviathan et al.); fewer near the end; 0 is plain decoding.
+        max_new_tokens: exactly so many new tokens, unless an end token comes first.
+        temperature, top_k, top_p: see `SamplingConfig`; applied to target and draft alike. Temperature 0 is greedy.
+        eos_token_id: one or several end tokens; the first one generated is the last token. End tokens in the prompt stop nothing.
+        generator: drives every draw of both models; global random state is neither read nor changed.
+        streamer: receives the prompt, then the new tokens of each round.
+        on_prefill: called once when the prompt is in all caches, before the first round.
+        on_round: called after each round with its tokens and their kinds.
+
+    Raises:
+        InputError: an argument out of range, a batch, or a text longer than the target's context.
+    """
+    sampling = SamplingConfig(temperature, top_k, top_p)
+    prompt = _check_request(target, input_ids, k, max_new_tokens, drafter)
+    end_tokens = _end_tokens(eos_token_id)
+    chooser = GeneratorChooser(generator)
+    text = torch.cat([prompt, prompt.new_zeros(max_new_tokens)])
+    length, last = len(prompt), len(text)
+    rounds: list[Round] = []
+    finish_reason: Literal["eos", "length"] = "length"
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+
+    # 1. Feed the prompt but for its last token, the first anchor.
+    cached = CachedModel(target)
+    if max_new_tokens > 0:
+        if length > 1:
+            cached.forward(prompt[:-1], keep=1)
+            cached.rollback(length - 1)
+        if k > 0 and drafter is not None:
+            drafter.begin(prompt, sampling)
+    if on_prefill is not None:
+        on_prefill()
+
+    while length < last and finish_reason == "length":
+        # 2. Draft at most k tokens, leaving room for the token that the target adds.
+        limit = min(k, last - length - 1)
+        draft = drafter.propose(text[:length], limit, chooser) if drafter is not None and limit > 0 else Draft((), None)
+        # 3. Verify: one target forward over the anchor and the draft; the laws move to the CPU once.
+        unread = torch.cat([text[length - 1 : length], torch.tensor(draft.tokens, dtype=torch.int64)])
+        p = to_probs(cached.forward(unread), sampling).cpu()
+        verdict = verify_tokens(draft.tokens, p, draft.probs, chooser)
+        # 4. Commit the accepted prefix and the next token, up to the first end token.
+        emitted = _emit(draft, verdict.accepted, verdict.token, verdict.is_bonus, verdict.overlaps, end_tokens)
+        text[length : length + len(emitted.tokens)] = torch.tensor(emitted.tokens)
+        length += len(emitted.tokens)
+        if emitted.tokens[-1] in end_tokens:
+            finish_reason = "eos"
+        # 5. Roll both caches back to everything but the new anchor.
+        cached.rollback(length - 1)
+        if k > 0 and drafter is not None:
+            drafter.rollback(length - 1)
+        # 6. Record and report.
+        rounds.append(emitted.record)
+        if streamer is not None:
+            streamer.put(torch.tensor(emitted.tokens))
+        if on_round is not None:
+            on_round(emitted)
+    if streamer is not None:
+        streamer.end()
+    new_tokens = tuple(text[len(prompt) : length].tolist())
+    return GenerationResult(text[None, :length].clone(), new_tokens, AcceptanceStats(tuple(rounds)), finish_reason)
+
+
+def _emit(
+    draft: Draft, accepted: int, token: int, is_bonus: bool, overlaps: tuple[float, ...], end_tokens: frozenset[int]
+) -> RoundTokens:
+    """The tokens of one round. An accepted end token voids what stands behind it, in the text and in the statistics."""
+    tokens = (*draft.tokens[:accepted], token)
+    kinds: tuple[TokenKind, ...] = ("accepted",) * accepted + ("bonus" if is_bonus else "corrected",)
+    drafted = len(draft.tokens)
+    for j, candidate in enumerate(tokens[:accepted]):
+        if candidate in end_tokens:
+            n = j + 1
+            return RoundTokens(tokens[:n], kinds[:n], Round(drafted, n, n, n, overlaps[:n]))
+    return RoundTokens(tokens, kinds, Round(drafted, drafted, accepted, len(tokens), overlaps))
+
+
+def _check_request(
+    target: PreTrainedModel, input_ids: Tensor, k: int, max_new_tokens: int, drafter: Drafter | None
+) -> Tensor:
+    """Refuse what cannot be done before any forward; return the prompt as shape (T,), int64, on the CPU."""
+    if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 1:
+        raise InputError(f"input_ids has shape {tuple(input_ids.shape)}; allowed: (1, T) with T of at least 1, one text")
+    for name, value in (("k", k), ("max_new_tokens", max_new_tokens)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise InputError(f"{name} is {value!r}; allowed: an integer of at least 0")
+    if k > 0 and drafter is None:
+        raise InputError(f"k is {k} without a drafter; allowed: k = 0 (plain decoding), or a drafter")
+    room = CachedModel(target).room
+    if input_ids.shape[1] + max_new_tokens > room:
+        raise InputError(
+            f"a prompt of {input_ids.shape[1]} tokens and max_new_tokens={max_new_tokens} exceed the target's context; "
+            f"allowed: {room} tokens together"
+        )
+    return input_ids[0].to("cpu", torch.int64)
+
+
+def _end_tokens(eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
+    if eos_token_id is None:
+        return frozenset()
+    return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)

@@ -1,0 +1,79 @@
+"""Cheaper copies of a model, to draft for it: a bfloat16 cast, and weight-only INT8 with a real kernel.
+
+A self-draft needs no second checkpoint: it agrees with its target almost always and differs from it only in cost and rounding.
+"""
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+
+class Int8Linear(nn.Module):
+    """y = x Wᵀ + b with W in INT8, symmetric, one scale per output channel (round to nearest).
+
+    On a CPU it runs `aten::_weight_int8pack_mm` with bfloat16 activations, which reads a quarter of the bytes of float32; elsewhere the
+    weights are widened on the fly, which is portable and not fast.
+
+    Args:
+        weight: shape (out, in), floating point.
+        bias: shape (out,) or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        weight = weight.detach().float()
+        scales = weight.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
+        self.register_buffer("weight", (weight / scales[:, None]).round().to(torch.int8).contiguous())
+        self.register_buffer("scales", scales.to(torch.bfloat16))
+        self.register_buffer("bias", None if bias is None else bias.detach().to(torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: shape (..., in), bfloat16; returns shape (..., out)."""
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        if x.device.type == "cpu":
+            y = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scales)
+        else:
+            y = (rows @ self.weight.to(x.dtype).T) * self.scales
+        if self.bias is not None:
+            y = y + self.bias
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def bfloat16_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model with its parameters in bfloat16.
+
+    Buffers keep their dtype, as when a checkpoint is loaded in bfloat16: rotary frequencies cast to bfloat16 would misplace every
+    token far from the start.
+    """
+    return _cast_parameters(copy.deepcopy(model))
+
+
+def int8_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy whose linear layers, LM head included, hold INT8 weights; everything else is bfloat16.
+
+    A head that is tied to the embedding is quantised on its own copy: the embedding stays in bfloat16.
+    """
+    clone = copy.deepcopy(model)
+    for parent, name, weight, bias in list(_linears(clone)):
+        setattr(parent, name, Int8Linear(weight, bias))
+    return _cast_parameters(clone)
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor, Tensor | None]]:
+    """(parent, attribute, weight (out, in), bias) of every linear layer, GPT-2's transposed Conv1D included."""
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear):
+                yield parent, name, child.weight, child.bias
+            elif isinstance(child, Conv1D):
+                yield parent, name, child.weight.T, child.bias
+
+
+def _cast_parameters(model: PreTrainedModel) -> PreTrainedModel:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return model

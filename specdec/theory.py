@@ -1,0 +1,73 @@
+"""What the literature predicts, and how measurement is compared with it. No torch: plain numbers in, plain numbers out.
+
+α is the probability that a *tested* draft token is accepted, never accepted / proposed.
+"""
+
+from collections.abc import Sequence
+
+from specdec.errors import InputError
+
+
+def expected_tokens_per_round(alpha: float, k: int) -> float:
+    """(1 − α^(k+1)) / (1 − α), tokens emitted per round if acceptances are i.i.d. (Leviathan et al. 2023, Eq. 1).
+
+    Written as 1 + α + ... + α^k, which needs no special case at α = 1.
+    """
+    _check(alpha, k)
+    return sum(alpha**j for j in range(k + 1))
+
+
+def walltime_factor(alpha: float, k: int, c: float) -> float:
+    """(1 − α^(k+1)) / ((1 − α)(kc + 1)): the ideal speed-up, one verification at the cost of one step (Theorem 3.8)."""
+    return predicted_speedup(expected_tokens_per_round(alpha, k), k, c, 1.0)
+
+
+def predicted_speedup(tau: float, k: float, c: float, v: float) -> float:
+    """τ / (kc + v): tokens per round over the cost of a round, in steps of plain decoding.
+
+    Args:
+        tau: measured tokens per target forward.
+        k: draft tokens per round; where it varies, the mean.
+        c: cost coefficient, T_draft(1) / T_target(1).
+        v: verify cost ratio, T_target(k + 1) / T_target(1).
+    """
+    return tau / (k * c + v)
+
+
+def optimal_k(alpha: float, c: float, v: Sequence[float] | None = None, *, max_k: int = 64) -> int:
+    """The k with the largest predicted speed-up; 0 where none gains (Leviathan et al., §3.5, with measured verification).
+
+    Args:
+        v: v[k] is the verify cost ratio of k drafted tokens, v[0] = 1; None takes it as 1 throughout. Its length limits k.
+    """
+    limit = max_k if v is None else len(v) - 1
+    costs = [1.0] * (limit + 1) if v is None else v
+    factors = [predicted_speedup(expected_tokens_per_round(alpha, k), k, c, costs[k]) for k in range(limit + 1)]
+    best = max(range(limit + 1), key=lambda k: factors[k])  # the smallest among equals
+    return best if factors[best] > 1 else 0
+
+
+def break_even_alpha(k: int, c: float, v: float = 1.0) -> float | None:
+    """The α at which k drafted tokens pay exactly: expected_tokens_per_round(α, k) = kc + v. None where even α = 1 loses."""
+    cost = k * c + v
+    if expected_tokens_per_round(1.0, k) < cost:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(60):  # bisection: the left side grows with α
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected_tokens_per_round(middle, k) < cost else (low, middle)
+    return high
+
+
+def iid_acceptance_length(alpha: float, per_round_k: Sequence[int]) -> float | None:
+    """τ_iid where k varies: the mean over rounds of (1 − α^(k_r+1)) / (1 − α)."""
+    if not per_round_k:
+        return None
+    return sum(expected_tokens_per_round(alpha, k) for k in per_round_k) / len(per_round_k)
+
+
+def _check(alpha: float, k: int) -> None:
+    if not 0 <= alpha <= 1:
+        raise InputError(f"alpha is {alpha}; allowed: a probability from 0 to 1")
+    if k < 0:
+        raise InputError(f"k is {k}; allowed: an integer of at least 0")

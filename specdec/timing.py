@@ -1,0 +1,84 @@
+"""Reading the clock fairly: the device drained on both sides, methods interleaved, warm-up thrown away."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.cache import CachedModel
+from specdec.generate import GenerationResult
+
+
+@dataclass(frozen=True)
+class TimedRun:
+    """One timed generation, in seconds. `decode` starts when the prompt is in all caches."""
+
+    prefill: float
+    decode: float
+    tokens: int
+
+    @property
+    def end_to_end(self) -> float:
+        return self.prefill + self.decode
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished what was queued; without it a clock reads the time of queueing."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def now(device: torch.device) -> float:
+    """Seconds on a monotonic clock, read after the device is idle."""
+    synchronize(device)
+    return time.perf_counter()
+
+
+def time_generation(
+    generate: Callable[[Callable[[], None]], GenerationResult], device: torch.device
+) -> tuple[GenerationResult, TimedRun]:
+    """Time `generate(on_prefill)`, which must pass `on_prefill` on to a decoding loop."""
+    prefilled: list[float] = []
+    start = now(device)
+    result = generate(lambda: prefilled.append(now(device)))
+    end = now(device)
+    return result, TimedRun(prefilled[0] - start, end - prefilled[0], len(result.new_tokens))
+
+
+def interleave(names: list[str], runs: int) -> Iterator[str]:
+    """A B C, C B A, A B C, ...: each name `runs` times, so that a drift of the machine falls on all alike."""
+    for run in range(runs):
+        yield from names if run % 2 == 0 else reversed(names)
+
+
+def forward_seconds(steps: Mapping[str, Callable[[], object]], device: torch.device, runs: int) -> dict[str, float]:
+    """Median seconds of each step, interleaved, after one discarded call each."""
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        step()
+    for name in interleave(list(steps), runs):
+        start = now(device)
+        steps[name]()
+        samples[name].append(now(device) - start)
+    return {name: median(values) for name, values in samples.items()}
+
+
+def cached_step(model: PreTrainedModel, context: Tensor, n: int) -> Callable[[], object]:
+    """A step that feeds n tokens behind `context`, shape (T,), T > n, already in the cache, and rolls them back: T(n)."""
+    cached = CachedModel(model)
+    cached.forward(context, keep=1)
+    cached.rollback(len(context))
+    tokens = context[:n]
+
+    def step() -> object:
+        logits = cached.forward(tokens).cpu()
+        cached.rollback(len(context))
+        return logits
+
+    return step
