@@ -54,9 +54,7 @@ class CachedModel:
     def forward(self, tokens: Tensor, keep: int | None = None) -> Tensor:
         """Feed tokens, shape (n,), and return the logits after the last `keep` of them (default: all), shape (keep, V)."""
         keep = len(tokens) if keep is None else keep
-        output = self.model(
-            tokens[None].to(self.model.device), cache=self._cache, use_cache=True, logits_to_keep=keep
-        )
+        output = self.model(tokens[None].to(self.model.device), cache=self._cache, use_cache=True, logits_to_keep=keep)
         self.length += len(tokens)
         return output.logits[0]
 

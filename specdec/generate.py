@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.cache import CachedModel
-from specdec.chance import Chooser, GeneratorChooser
+from specdec.cache import CachedModel, context_length
+from specdec.chance import GeneratorChooser
 from specdec.drafters import Draft, Drafter
 from specdec.errors import InputError
 from specdec.sampling import SamplingConfig, to_probs
 from specdec.stats import AcceptanceStats, Round
-from specdec.verify import verify_tokens
+from specdec.verify import Verdict, verify_tokens
 
 TokenKind = Literal["accepted", "corrected", "bonus"]
 
@@ -154,7 +154,7 @@ def speculative_generate(
         p = to_probs(cached.forward(unread), sampling).cpu()
         verdict = verify_tokens(draft.tokens, p, draft.probs, chooser)
         # 4. Commit the accepted prefix and the next token, up to the first end token.
-        emitted = _emit(draft, verdict.accepted, verdict.token, verdict.is_bonus, verdict.overlaps, end_tokens)
+        emitted = _emit(draft, verdict, end_tokens)
         text[length : length + len(emitted.tokens)] = torch.tensor(emitted.tokens)
         length += len(emitted.tokens)
         if emitted.tokens[-1] in end_tokens:
@@ -175,18 +175,17 @@ def speculative_generate(
     return GenerationResult(text[None, :length].clone(), new_tokens, AcceptanceStats(tuple(rounds)), finish_reason)
 
 
-def _emit(
-    draft: Draft, accepted: int, token: int, is_bonus: bool, overlaps: tuple[float, ...], end_tokens: frozenset[int]
-) -> RoundTokens:
+def _emit(draft: Draft, verdict: Verdict, end_tokens: frozenset[int]) -> RoundTokens:
     """The tokens of one round. An accepted end token voids what stands behind it, in the text and in the statistics."""
-    tokens = (*draft.tokens[:accepted], token)
-    kinds: tuple[TokenKind, ...] = ("accepted",) * accepted + ("bonus" if is_bonus else "corrected",)
+    accepted_kind: TokenKind = "accepted"
+    last_kind: TokenKind = "bonus" if verdict.is_bonus else "corrected"
+    tokens = (*draft.tokens[: verdict.accepted], verdict.token)
+    kinds = (*[accepted_kind] * verdict.accepted, last_kind)
     drafted = len(draft.tokens)
-    for j, candidate in enumerate(tokens[:accepted]):
-        if candidate in end_tokens:
-            n = j + 1
-            return RoundTokens(tokens[:n], kinds[:n], Round(drafted, n, n, n, overlaps[:n]))
-    return RoundTokens(tokens, kinds, Round(drafted, drafted, accepted, len(tokens), overlaps))
+    for n, token in enumerate(tokens[: verdict.accepted], start=1):
+        if token in end_tokens:
+            return RoundTokens(tokens[:n], kinds[:n], Round(drafted, n, n, n, verdict.overlaps[:n]))
+    return RoundTokens(tokens, kinds, Round(drafted, drafted, verdict.accepted, len(tokens), verdict.overlaps))
 
 
 def _check_request(
@@ -194,13 +193,15 @@ def _check_request(
 ) -> Tensor:
     """Refuse what cannot be done before any forward; return the prompt as shape (T,), int64, on the CPU."""
     if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 1:
-        raise InputError(f"input_ids has shape {tuple(input_ids.shape)}; allowed: (1, T) with T of at least 1, one text")
+        raise InputError(
+            f"input_ids has shape {tuple(input_ids.shape)}; allowed: (1, T) with T of at least 1, one text"
+        )
     for name, value in (("k", k), ("max_new_tokens", max_new_tokens)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise InputError(f"{name} is {value!r}; allowed: an integer of at least 0")
     if k > 0 and drafter is None:
         raise InputError(f"k is {k} without a drafter; allowed: k = 0 (plain decoding), or a drafter")
-    room = CachedModel(target).room
+    room = context_length(target)
     if input_ids.shape[1] + max_new_tokens > room:
         raise InputError(
             f"a prompt of {input_ids.shape[1]} tokens and max_new_tokens={max_new_tokens} exceed the target's context; "

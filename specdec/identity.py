@@ -1,7 +1,7 @@
 """Is speculative greedy output the plain greedy output, and if not, is it a tie or a fault?
 
-One pass over k + 1 tokens and k + 1 passes over one token run different kernels, which differ in the last bits. Where the two best
-logits lie closer than that, either token is greedy. Any larger gap is a fault.
+One pass over k + 1 tokens and k + 1 passes over one token run different kernels, which differ in the last bits. Where the two
+best logits lie closer than that, either token is greedy. Any larger gap is a fault.
 """
 
 from collections.abc import Sequence

@@ -15,13 +15,17 @@ from transformers.pytorch_utils import Conv1D
 class Int8Linear(nn.Module):
     """y = x Wᵀ + b with W in INT8, symmetric, one scale per output channel (round to nearest).
 
-    On a CPU it runs `aten::_weight_int8pack_mm` with bfloat16 activations, which reads a quarter of the bytes of float32; elsewhere the
-    weights are widened on the fly, which is portable and not fast.
+    On a CPU it runs `aten::_weight_int8pack_mm` with bfloat16 activations, which reads a quarter of the bytes of float32;
+    elsewhere the weights are widened on the fly, which is portable and not fast.
 
     Args:
         weight: shape (out, in), floating point.
         bias: shape (out,) or None.
     """
+
+    weight: Tensor
+    scales: Tensor
+    bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()

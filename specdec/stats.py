@@ -66,6 +66,11 @@ class AcceptanceStats:
         return sum(r.tested for r in self.rounds)
 
     @property
+    def overlap(self) -> float:
+        """Σ min(p, q), summed over the tested positions."""
+        return sum(sum(r.overlaps) for r in self.rounds)
+
+    @property
     def draft_acceptance_rate(self) -> float | None:
         """Accepted / proposed. It falls with k even when nothing decays, for tokens behind a rejection count as proposed."""
         return ratio(self.accepted, self.proposed)
@@ -78,7 +83,7 @@ class AcceptanceStats:
     @property
     def alpha_overlap(self) -> float | None:
         """Mean Σ min(p, q) over the tested positions: the same α, estimated with a smaller variance."""
-        return ratio(sum(sum(r.overlaps) for r in self.rounds), self.tested)
+        return ratio(self.overlap, self.tested)
 
     @property
     def mean_acceptance_length(self) -> float | None:

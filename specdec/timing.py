@@ -15,11 +15,19 @@ from specdec.generate import GenerationResult
 
 @dataclass(frozen=True)
 class TimedRun:
-    """One timed generation, in seconds. `decode` starts when the prompt is in all caches."""
+    """One timed generation.
+
+    Args:
+        prefill: seconds until the prompt is in all caches.
+        decode: seconds from there to the last token.
+        decoded: tokens that the decode time paid for.
+        new_tokens: all new tokens; one more than `decoded` where the prompt's own pass gave the first.
+    """
 
     prefill: float
     decode: float
-    tokens: int
+    decoded: int
+    new_tokens: int
 
     @property
     def end_to_end(self) -> float:
@@ -48,7 +56,8 @@ def time_generation(
     start = now(device)
     result = generate(lambda: prefilled.append(now(device)))
     end = now(device)
-    return result, TimedRun(prefilled[0] - start, end - prefilled[0], len(result.new_tokens))
+    count = len(result.new_tokens)
+    return result, TimedRun(prefilled[0] - start, end - prefilled[0], count, count)
 
 
 def interleave(names: list[str], runs: int) -> Iterator[str]:

@@ -72,7 +72,9 @@ def verify_tokens(draft_tokens: Sequence[int], p: Tensor, q: Tensor | None, choo
         q_j = _point_mass(token, p_j) if q is None else q[j]
         p_x, q_x = float(p_j[token]), float(q_j[token])
         if not q_x > 0:
-            raise ValueError(f"draft token {token} at position {j} has probability {q_x} under the law it was drawn from")
+            raise ValueError(
+                f"draft token {token} at position {j} has probability {q_x} under the law it was drawn from"
+            )
         overlaps.append(p_x if q is None else float(overlap(p_j, q_j)))
         if not chooser.bernoulli(min(1.0, p_x / q_x)):
             return Verdict(j, chooser.categorical(residual(p_j, q_j)), False, tuple(overlaps))

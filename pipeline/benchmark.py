@@ -1,0 +1,235 @@
+"""Time speculative decoding against plain decoding and against Hugging Face generate, on one machine.
+
+    python pipeline/benchmark.py --backend toy
+    python pipeline/benchmark.py --backend hf --target smollm2-135m --draft int8 --k 4
+
+As a stage of the study (--cell) everything but the pair and k comes from params.yaml and metrics/hardware.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from pipeline import cells, cli
+from pipeline.acceptance import prompt_generator
+from pipeline.prompts import encode_prompt, load_prompts, select_prompts
+from pipeline.study import Pair, Params, load_params, pair_spec
+from pipeline.timed import Setting, TextPrompt, compare
+from pipeline.weights import load_pair
+from specdec.drafters import Drafter, ModelDrafter
+from specdec.models import count_parameters, random_prompt, resolve_device, resolve_dtype, toy_draft, toy_target
+from specdec.sampling import SamplingConfig
+
+TOY_PROMPTS = 12
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The models and prompts of one comparison, and how the record names them."""
+
+    names: dict[str, Any]
+    target: PreTrainedModel
+    drafter: Drafter
+    draft_parameters: int  # 0 where the text itself drafts
+    prompts: list[TextPrompt]
+    eos_token_id: int | None
+
+
+def main() -> None:
+    args = parse_arguments()
+    params = load_params()
+    if args.cell:
+        fingerprint = cells.read_json(cells.HARDWARE)["fingerprint"]
+        torch.set_num_threads(fingerprint["threads"])
+        record = toy_cell(params) if args.backend == "toy" else hf_cell(params, args.pair, args.k)
+        record["cpu"] = fingerprint["cpu"]
+    else:
+        if args.threads is not None:
+            torch.set_num_threads(args.threads)
+        record = alone(params, args)
+    if args.json is not None:
+        cells.write_json(args.json, record)
+    print(render(record))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=["toy", "hf"], default="toy", help="random toy models, or real weights")
+    parser.add_argument("--target", default="smollm2-135m", help="a model of params.yaml, or a local folder")
+    parser.add_argument("--draft", default="int8", help="a model of params.yaml, a local folder, int8, bf16 or lookup")
+    parser.add_argument("--k", type=int, default=4, help="draft tokens per round (default: 4)")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--runs", type=int, default=5, help="timed runs of each method and prompt (default: 5)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
+    parser.add_argument(
+        "--prompts-per-category", type=int, default=2, help="of the prompts file that params.yaml names"
+    )
+    parser.add_argument("--json", type=Path, help="also write the record here")
+    parser.add_argument("--cell", action="store_true", help="measure a cell of the study: settings from params.yaml")
+    parser.add_argument("--pair", help="with --cell --backend hf: a pair of params.yaml")
+    args = parser.parse_args()
+    for name in ("k", "max_new_tokens", "runs", "threads"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} is {value}; allowed: integers of at least 1")
+    if args.cell and args.backend == "hf" and args.pair is None:
+        parser.error("--cell --backend hf needs --pair, a pair of params.yaml")
+    return args
+
+
+def toy_cell(params: Params) -> dict[str, Any]:
+    setting = Setting(
+        params.toy.k_for_temperature,
+        SamplingConfig(),
+        params.toy.max_new_tokens,
+        None,
+        params.decoding.seed,
+        params.toy.runs,
+        params.timing.warmup,
+    )
+    device, dtype = resolve_device(params.timing.device), resolve_dtype(params.timing.dtype)
+    return measure("toy", toy_bench(device, dtype, params.toy.prompt_tokens, params.decoding.seed), setting)
+
+
+def hf_cell(params: Params, pair_name: str, k: int) -> dict[str, Any]:
+    pair = pair_spec(params, pair_name)
+    device, dtype = resolve_device(params.timing.device), resolve_dtype(params.timing.dtype)
+    names = {"study": params.study.name, "pair": pair_name}
+    bench = hf_bench(names, pair, params, params.study.prompts_per_category, device, dtype)
+    sampling = SamplingConfig(params.decoding.temperature, params.decoding.top_k, params.decoding.top_p)
+    setting = Setting(
+        k,
+        sampling,
+        params.study.max_new_tokens,
+        bench.eos_token_id,
+        params.decoding.seed,
+        params.timing.runs,
+        params.timing.warmup,
+    )
+    return measure("hf", bench, setting)
+
+
+def alone(params: Params, args: argparse.Namespace) -> dict[str, Any]:
+    sampling = SamplingConfig(args.temperature, args.top_k, args.top_p)
+    device, dtype = resolve_device(args.device), resolve_dtype(args.dtype)
+    if args.backend == "toy":
+        bench = toy_bench(device, dtype, params.toy.prompt_tokens, args.seed)
+    else:
+        pair = Pair.model_construct(target=args.target, draft=args.draft)  # unlike in params.yaml, folders are allowed
+        names = {"study": None, "pair": f"{args.target} + {args.draft}"}
+        bench = hf_bench(names, pair, params, args.prompts_per_category, device, dtype)
+    setting = Setting(args.k, sampling, args.max_new_tokens, bench.eos_token_id, args.seed, args.runs, warmup=1)
+    return measure(args.backend, bench, setting)
+
+
+def toy_bench(device: torch.device, dtype: torch.dtype, prompt_tokens: int, seed: int) -> Bench:
+    target, draft = (model.to(dtype).to(device) for model in (toy_target(), toy_draft()))
+    prompts = [
+        TextPrompt(i, "toy", random_prompt(target, prompt_tokens, prompt_generator(seed, i)))
+        for i in range(TOY_PROMPTS)
+    ]
+    names = {"study": None, "pair": "toy", "target": "toy-target", "draft": "toy-draft"}
+    return Bench(names, target, ModelDrafter(draft), count_parameters(draft), prompts, None)
+
+
+def hf_bench(
+    names: dict[str, Any], pair: Pair, params: Params, per_category: int, device: torch.device, dtype: torch.dtype
+) -> Bench:
+    chosen = select_prompts(load_prompts(params.prompts.file), params.prompts.categories, per_category)
+    loaded = load_pair(pair, params.models, device=device, dtype=dtype)
+    prompts = [TextPrompt(p.question_id, p.category, encode_prompt(loaded.tokenizer, p)) for p in chosen]
+    names = {**names, "target": pair.target, "draft": pair.draft}
+    return Bench(names, loaded.target, loaded.drafter, loaded.draft_parameters, prompts, loaded.tokenizer.eos_token_id)
+
+
+def measure(backend: str, bench: Bench, setting: Setting) -> dict[str, Any]:
+    """Run the comparison and describe what it ran on."""
+    label = f"{bench.names['pair']} k={setting.k} T={setting.sampling.temperature}"
+    measured = compare(bench.target, bench.drafter, bench.prompts, setting, label)
+    return {
+        **bench.names,
+        "backend": backend,
+        "k": setting.k,
+        "temperature": setting.sampling.temperature,
+        "top_k": setting.sampling.top_k,
+        "top_p": setting.sampling.top_p,
+        "seed": setting.seed,
+        "max_new_tokens": setting.max_new_tokens,
+        "runs": setting.runs,
+        "device": bench.target.device.type,
+        "dtype": str(bench.target.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "cpu": None,
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "target_parameters": count_parameters(bench.target),
+        "draft_parameters": bench.draft_parameters,
+        "peak_memory_bytes": peak_memory_bytes(bench.target.device),
+        **measured,
+    }
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this process held: on the device for cuda, else in main memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    kib_or_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kib_or_bytes if sys.platform == "darwin" else kib_or_bytes * 1024
+
+
+def render(record: dict[str, Any]) -> str:
+    """The record as lines that a person reads."""
+
+    def number(key: str, digits: int = 3) -> str:
+        value = record[key]
+        return "–" if value is None else f"{value:.{digits}f}"
+
+    def interval(key: str) -> str:
+        low, high = record[f"{key}_lo"], record[f"{key}_hi"]
+        bounds = "" if low is None else f"   95 % interval {low:.3f} to {high:.3f}"
+        return f"{number(key)}{bounds}"
+
+    draft_size = f"{record['draft_parameters']:,} parameters" if record["draft_parameters"] else "no model"
+    sampling = "greedy" if record["temperature"] == 0 else f"temperature {record['temperature']}"
+    rows = [
+        ("target", f"{record['target']} ({record['target_parameters']:,} parameters)"),
+        ("draft", f"{record['draft']} ({draft_size})"),
+        ("backend", f"{record['backend']}, {record['device']}, {record['dtype']}, {record['threads']} threads"),
+        ("decoding", f"k = {record['k']}, {sampling}, {record['prompts']} prompts, {record['new_tokens']} new tokens"),
+        ("alpha, accepted / tested", interval("alpha")),
+        ("alpha, mean overlap of p and q", interval("alpha_overlap")),
+        ("acceptance rate, accepted / proposed", interval("draft_acceptance_rate")),
+        ("accepted per round", number("mean_accepted_per_round")),
+        ("tokens per round, tau", interval("mean_acceptance_length")),
+        ("plain decoding, tokens/s", number("ar_tokens_per_second", 1)),
+        ("speculative decoding, tokens/s", number("spec_tokens_per_second", 1)),
+        ("Hugging Face generate, tokens/s", number("hf_tokens_per_second", 1)),
+        ("speed-up over plain decoding", interval("speedup")),
+        (f"speed-up over the fastest ({record['fastest_baseline']})", interval("speedup_over_fastest")),
+        ("speed-up, prompt included", interval("speedup_end_to_end")),
+        ("predicted speed-up, tau / (kc + v)", number("predicted_speedup")),
+        ("cost coefficient c, verify cost ratio v", f"{number('cost_coefficient')}, {number('verify_cost_ratio')}"),
+        ("noise floor, plain against plain", interval("noise_floor")),
+        ("greedy output", record["identical"]),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,123 @@
+"""Answer a prompt and show, token by token, who wrote it: the draft, the target's correction, or its bonus.
+
+python pipeline/chat.py "Why is the sky blue?" --target smollm2-135m --draft int8
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TextIO
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from pipeline import cli
+from pipeline.prompts import encode_conversation
+from pipeline.study import Pair, load_params
+from pipeline.weights import load_pair
+from specdec.generate import GenerationResult, RoundTokens, TokenKind, speculative_generate
+from specdec.models import resolve_device, resolve_dtype
+
+# ANSI colours on a terminal; elsewhere marks around the tokens that the target itself wrote
+_COLOURS: dict[TokenKind, str] = {"accepted": "\033[32m", "corrected": "\033[31m", "bonus": "\033[34m"}
+_MARKS: dict[TokenKind, tuple[str, str]] = {"accepted": ("", ""), "corrected": ("[", "]"), "bonus": ("{", "}")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompt")
+    parser.add_argument("--target", default="smollm2-135m", help="a model of params.yaml, or a local folder")
+    parser.add_argument("--draft", default="int8", help="a model of params.yaml, a local folder, int8, bf16 or lookup")
+    parser.add_argument("--k", type=int, default=4, help="draft tokens per round (default: 4)")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    args = parser.parse_args()
+    params = load_params()
+    pair = Pair.model_construct(target=args.target, draft=args.draft)  # unlike in params.yaml, folders are allowed
+    loaded = load_pair(pair, params.models, device=resolve_device(args.device), dtype=resolve_dtype(args.dtype))
+    printer = RoundPrinter(loaded.tokenizer, sys.stdout)
+    result = speculative_generate(
+        loaded.target,
+        encode_conversation(loaded.tokenizer, [args.prompt], []),
+        drafter=loaded.drafter,
+        k=args.k,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        eos_token_id=loaded.tokenizer.eos_token_id,
+        generator=torch.Generator().manual_seed(args.seed),
+        on_round=printer.on_round,
+    )
+    printer.end()
+    print(summary(result, printer.legend))
+
+
+class RoundPrinter:
+    """Writes each round's tokens as they come, each in the style of its kind.
+
+    A token may end inside a character; its bytes are held back until the character is whole.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stream: TextIO) -> None:
+        self._tokenizer = tokenizer
+        self._stream = stream
+        self._coloured = stream.isatty() and "NO_COLOR" not in os.environ
+        self._pending: list[int] = []
+
+    @property
+    def legend(self) -> str:
+        return "  ".join(self._styled(kind, kind) for kind in _COLOURS)
+
+    def on_round(self, round_tokens: RoundTokens) -> None:
+        for token, kind in zip(round_tokens.tokens, round_tokens.kinds, strict=True):
+            self._pending.append(token)
+            text = self._decode()
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                self._stream.write(self._styled(text, kind))
+                self._pending.clear()
+        self._stream.flush()
+
+    def end(self) -> None:
+        self._stream.write(self._decode() + "\n")
+        self._stream.flush()
+
+    def _decode(self) -> str:
+        return str(self._tokenizer.decode(self._pending, skip_special_tokens=True))
+
+    def _styled(self, text: str, kind: TokenKind) -> str:
+        if not text:
+            return ""
+        if self._coloured:
+            return f"{_COLOURS[kind]}{text}\033[0m"
+        before, after = _MARKS[kind]
+        return f"{before}{text}{after}"
+
+
+def summary(result: GenerationResult, legend: str) -> str:
+    stats = result.stats
+
+    def shown(value: float | None) -> str:
+        return "–" if value is None else f"{value:.3f}"
+
+    return "\n".join(
+        [
+            "",
+            legend,
+            f"{stats.new_tokens} tokens in {stats.target_forwards} target forwards: "
+            f"{shown(stats.mean_acceptance_length)} tokens per round",
+            f"alpha (accepted / tested) {shown(stats.alpha)}, acceptance rate (accepted / proposed) "
+            f"{shown(stats.draft_acceptance_rate)}, ended by {result.finish_reason}",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    cli.run(main)

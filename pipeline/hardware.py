@@ -1,0 +1,127 @@
+"""Stage `hardware`: check everything that the study will read, then write down what machine this is.
+
+It runs first and every time. DVC deletes a stage's outputs before it runs the stage, so a mistake in params.yaml or in the
+prompts has to stop the run here, while no result has been touched yet. Timed cells depend on `fingerprint`, so a key belongs
+into it only if a change means that times must be taken anew; nothing in the file may differ between two runs on one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pipeline import cells
+from pipeline.cli import run
+from pipeline.prompts import load_prompts, select_prompts
+from pipeline.study import load_params
+from specdec.errors import InputError
+
+
+def main() -> None:
+    argparse.ArgumentParser(
+        description="Check params.yaml and the prompts, then describe this machine in metrics/hardware.json."
+    ).parse_args()
+    params = load_params()
+    select_prompts(load_prompts(params.prompts.file), params.prompts.categories, params.study.prompts_per_category)
+    cells.write_json(cells.HARDWARE, describe(params.timing.device, params.timing.threads))
+
+
+def describe(device: str, threads: int | None) -> dict[str, Any]:
+    """The record: `fingerprint`, and beside it what is worth knowing but does not call for new times.
+
+    `cores` are the logical processors that this process may use, `threads` what a timed run uses of them.
+
+    Raises:
+        InputError: params.yaml asks for a device that is not here.
+    """
+    devices = accelerators()
+    if device not in ("auto", "cpu", *devices):
+        here = ", ".join(["auto", "cpu", *devices])
+        raise InputError(f"params.yaml: timing.device is {device}, which is not on this machine; allowed: {here}.")
+    return {
+        "fingerprint": {
+            "cpu": cpu_name(),
+            "device": next(iter(devices.values()), "cpu"),
+            "cores": available_cores(),
+            "threads": threads or default_threads(),
+            "torch": installed("torch"),
+            "os": platform.system(),
+        },
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "architecture": platform.machine(),
+        "python": platform.python_version(),
+        "transformers": installed("transformers"),
+    }
+
+
+def installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        raise InputError(
+            f"The package {package} is not installed; `pip install -r requirements.txt` brings it."
+        ) from None
+
+
+def available_cores() -> int:
+    """Logical processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def default_threads() -> int:
+    """One thread per physical core that this process may use: a second one on the same core gains no arithmetic."""
+    return min(available_cores(), psutil.cpu_count(logical=False) or available_cores())
+
+
+def accelerators() -> dict[str, str]:
+    """What torch can use besides the CPU, as {name in params.yaml: name of the device}; the best first."""
+    # Importing torch takes longer than all the rest of this stage, which runs every time: skip it where it can find nothing.
+    nodes = [*Path("/dev").glob("nvidia*"), *Path("/dev").glob("dxg"), *Path("/dev").glob("kfd")]
+    if platform.system() == "Linux" and not nodes:
+        return {}
+    import torch
+
+    found = {}
+    if torch.cuda.is_available():
+        found["cuda"] = torch.cuda.get_device_name(0)
+    if torch.backends.mps.is_available():
+        found["mps"] = "mps"
+    return found
+
+
+def cpu_name() -> str:
+    """The processor's model, or as much as the system tells of it."""
+    system = platform.system()
+    if system == "Linux":
+        return linux_cpu_name(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"))
+    if system == "Darwin":
+        command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return platform.processor() or platform.machine()
+
+
+def linux_cpu_name(cpuinfo: str) -> str:
+    """The model's name from the text of /proc/cpuinfo.
+
+    Virtual machines often say just "Intel(R) Xeon(R) Processor", and Arm processors give numbers only. A name without a model
+    number (three digits in a row) gets the numbers behind it, so that two kinds of processor never look the same.
+    """
+    first = dict(re.findall(r"^([^\t:]+)[\t ]*: *(.*)$", cpuinfo.split("\n\n")[0], flags=re.MULTILINE))
+    name = " ".join((first.get("model name") or platform.machine()).split())
+    if re.search(r"\d{3}", name):
+        return name
+    keys = ("cpu family", "model", "stepping", "CPU implementer", "CPU part", "CPU variant")
+    numbers = [f"{key.removeprefix('cpu ').removeprefix('CPU ')} {first[key]}" for key in keys if first.get(key)]
+    return f"{name} ({', '.join(numbers)})" if numbers else name
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,270 @@
+"""Stage `plot`: draw the study's tables as SVG files, the same bytes for the same tables.
+
+In every figure a colour and a marker stand for a pair, a solid line for what was measured, a dashed one for what i.i.d.
+acceptance predicts, and a bar for a 95 % interval. Figures are as wide as a README shows them, so that text keeps its size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import cycle, pairwise
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from pipeline import cells
+from pipeline.cli import run
+from pipeline.results import read_table, study_folder
+from pipeline.study import load_params
+
+WIDTH = 8.6  # inches
+GREY = "0.35"
+BLUE, ORANGE = sns.color_palette("colorblind", 2)
+STYLE: dict[Any, Any] = {
+    **sns.axes_style("ticks"),
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.labelsize": 10,
+    "xtick.labelsize": 10,
+    "ytick.labelsize": 10,
+    "legend.fontsize": 10,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 6,
+    "svg.fonttype": "path",  # looks alike with any fonts installed
+    "svg.hashsalt": "speculative-decoding-lab",  # element ids are random otherwise
+}
+FEW_TESTS = 10  # a rate over fewer is drawn hollow
+
+Look = dict[str, Any]  # keyword arguments of a line
+
+
+def main() -> None:
+    argparse.ArgumentParser(description="Draw the tables of params.yaml's study into plots/<study>/*.svg.").parse_args()
+    params = load_params()
+    folder = study_folder(params.study.name)
+    with matplotlib.rc_context(STYLE):
+        for name, figure in draw(folder).items():
+            cells.write_text(folder / f"{name}.svg", svg(figure, name))
+
+
+def draw(folder: Path) -> dict[str, Figure]:
+    """Every figure by name, from the tables in `folder`."""
+    by_k, positions = read_table(folder, "sweep_k"), read_table(folder, "acceptance_per_position")
+    toy_tables = [read_table(folder, f"toy_{name}") for name in ("k", "acceptance_per_position", "temperature")]
+    return {
+        "tokens_per_round": tokens_per_round(by_k),
+        "acceptance_per_position": acceptance_per_position(positions, by_k),
+        "acceptance_vs_temperature": acceptance_vs_temperature(read_table(folder, "sweep_temperature")),
+        "speedup": speedup(read_table(folder, "hf_benchmark")),
+        "toy": toy(*toy_tables),
+    }
+
+
+def svg(figure: Figure, name: str) -> str:
+    buffer = io.StringIO()
+    metadata = {"Title": name.replace("_", " ").capitalize(), "Date": None, "Creator": None}
+    figure.savefig(buffer, format="svg", metadata=metadata)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+
+
+def tokens_per_round(by_k: pd.DataFrame) -> Figure:
+    """τ against k: measured, and what i.i.d. acceptance at the cell's own α gives."""
+    figure = Figure(figsize=(WIDTH, 4.4), layout="constrained")
+    ax = figure.subplots()
+    looks = pair_looks(by_k["pair"])
+    for pair, part in _by_pair(by_k, "k"):
+        measured(ax, part, "mean_acceptance_length", looks[pair])
+        ax.plot(part["x"], part["iid_acceptance_length"], **_dashed(looks[pair]))
+    ax.axhline(1, color=GREY, linestyle=":", linewidth=1.2)
+    ax.set(xlabel="draft tokens per round (k)", ylabel="tokens per target forward (τ)", ylim=(0.8, None))
+    _ticks(ax, by_k["k"])
+    legend(figure, looks, [_measured(by_k), _line("predicted: i.i.d. acceptance", "--"), _line("plain decoding", ":")])
+    return figure
+
+
+def acceptance_per_position(positions: pd.DataFrame, by_k: pd.DataFrame) -> Figure:
+    """P(position j accepted), and the same given that j − 1 was, at the sweep's largest k."""
+    figure = Figure(figsize=(WIDTH, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    k = by_k["k"].max()
+    positions = positions[positions["k"] == k]
+    alphas = by_k[by_k["k"] == k].set_index("pair")["alpha"]
+    looks = pair_looks(by_k["pair"])
+    for pair, part in _by_pair(positions, "position"):
+        left.plot(part["x"], alphas[pair] ** part["position"], **_dashed(looks[pair]))
+        right.plot(part["x"], [alphas[pair]] * len(part), **_dashed(looks[pair]))
+        _rates(left, part, "acceptance_per_position", "proposed", looks[pair])
+        _rates(right, part, "conditional_acceptance_per_position", "tested", looks[pair])
+    for ax in (left, right):
+        ax.set(xlabel=f"position in the round (k = {k})", ylim=(-0.03, 1.03))
+        _ticks(ax, positions["position"])
+    left.set_ylabel("share accepted of all proposed")
+    right.set_ylabel("share accepted where the one before was")
+    hollow = _line(f"from under {FEW_TESTS} tokens", "", marker="o", markerfacecolor="white")
+    legend(figure, looks, [_line("measured"), _line("predicted: i.i.d. acceptance", "--"), hollow])
+    return figure
+
+
+def acceptance_vs_temperature(by_temperature: pd.DataFrame) -> Figure:
+    """α = E[Σ min(p, q)] against the temperature."""
+    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
+    ax = figure.subplots()
+    looks = pair_looks(by_temperature["pair"])
+    for pair, part in _by_pair(by_temperature, "temperature"):
+        measured(ax, part, "alpha_overlap", looks[pair])
+    ax.set(xlabel="sampling temperature (T)", ylabel="acceptance of a tested token (α)", ylim=(-0.03, 1.03))
+    _ticks(ax, by_temperature["temperature"])
+    legend(figure, looks, [_measured(by_temperature)])
+    return figure
+
+
+def speedup(benchmark: pd.DataFrame) -> Figure:
+    """One row per pair and k: the speed-up over own plain decoding, its prediction, and that over the fastest baseline."""
+    figure = Figure(figsize=(WIDTH, 1.6 + 0.6 * len(benchmark)), layout="constrained")
+    ax = figure.subplots()
+    looks: dict[str, Look] = {
+        "over own plain decoding": {"color": BLUE, "marker": "o", "linestyle": ""},
+        "over the fastest baseline": {"color": ORANGE, "marker": "s", "linestyle": ""},
+    }
+    rows = pd.Series(range(len(benchmark)), index=benchmark.index)
+    for column, look, shift in zip(("speedup", "speedup_over_fastest"), looks.values(), (-0.15, 0.15), strict=True):
+        ax.errorbar(benchmark[column], rows + shift, xerr=_errors(benchmark, column), capsize=3, **look)
+        for value, y in zip(benchmark[column].dropna(), (rows + shift)[benchmark[column].notna()], strict=True):
+            ax.annotate(f"{value:.2f}×", (1.01, y), xycoords=("axes fraction", "data"), va="center")
+    prediction: Look = {"marker": "|", "markersize": 14, "markeredgewidth": 2}
+    ax.plot(benchmark["predicted_speedup"], rows - 0.15, linestyle="", color="black", **prediction)
+    ax.axvline(1, color=GREY, linestyle=":", linewidth=1.2)
+    ax.set(xlabel="speed-up (1 = as fast as without a draft)", ylim=(len(benchmark) - 0.5, -0.5))
+    ax.set_yticks(rows, [f"{pair}, k = {k}" for pair, k in zip(benchmark["pair"], benchmark["k"], strict=True)])
+    legend(figure, looks, [_line("predicted over own plain decoding", "", color="black", **prediction)])
+    return figure
+
+
+def toy(by_k: pd.DataFrame, positions: pd.DataFrame, by_temperature: pd.DataFrame) -> Figure:
+    """Tokens per round, acceptance per position, and α between its two limits, for the toy pair."""
+    figure = Figure(figsize=(WIDTH, 4.4), layout="constrained")
+    axes = figure.subplots(1, 3)
+    plain: Look = {"color": BLUE, "marker": "o"}
+    conditional: Look = {"color": ORANGE, "marker": "s"}
+    dashed: Look = {"color": GREY, "linestyle": "--"}
+    _toy_rounds(axes[0], by_k, plain, dashed)
+    _toy_positions(axes[1], positions, by_k, plain, conditional, dashed)
+    _toy_temperature(axes[2], by_temperature, plain)
+    handles = [
+        _measured(by_k, **plain),
+        Line2D([], [], **conditional, label="given that the one before was accepted"),
+        Line2D([], [], **dashed, label="constant α, that of k = 1"),
+        _line("limit for T → 0: the argmaxes agree", ":"),
+        _line("limit for T → ∞", "-."),
+    ]
+    figure.legend(handles=handles, loc="outside upper left", ncols=2)
+    return figure
+
+
+def _toy_rounds(ax: Axes, by_k: pd.DataFrame, look: Look, dashed: Look) -> None:
+    measured(ax, by_k.assign(x=by_k["k"]), "mean_acceptance_length", look)
+    ax.plot(by_k["k"], by_k["geometric_tokens_per_round"], **dashed)
+    ax.set(title="(a)", xlabel="draft tokens per round (k)", ylabel="tokens per target forward (τ)")
+    _ticks(ax, by_k["k"])
+
+
+def _toy_positions(
+    ax: Axes, positions: pd.DataFrame, by_k: pd.DataFrame, look: Look, conditional: Look, dashed: Look
+) -> None:
+    k = by_k["k"].max()
+    part = positions[positions["k"] == k]
+    part = part.assign(x=part["position"])
+    for alpha in by_k.loc[by_k["k"] == 1, "alpha"]:
+        ax.plot(part["x"], alpha ** part["x"], **dashed)
+        ax.plot(part["x"], [alpha] * len(part), **dashed)
+    _rates(ax, part, "acceptance_per_position", "proposed", look)
+    _rates(ax, part, "conditional_acceptance_per_position", "tested", conditional)
+    ax.set(title="(b)", xlabel=f"position in the round (k = {k})", ylabel="share accepted", ylim=(-0.03, 1.03))
+    _ticks(ax, part["position"])
+
+
+def _toy_temperature(ax: Axes, by_temperature: pd.DataFrame, look: Look) -> None:
+    measured(ax, by_temperature.assign(x=by_temperature["temperature"]), "alpha_overlap", look)
+    for column, style in (("argmax_agreement", ":"), ("limit_high_temperature", "-.")):
+        ax.axhline(by_temperature[column].iloc[0], color=GREY, linestyle=style)
+    ax.set(title="(c)", xscale="log", xlabel="temperature (T), log scale", ylim=(-0.03, 1.03))
+    ax.set_ylabel("acceptance of a tested token (α)")
+    ax.xaxis.set_major_formatter("{x:g}")
+
+
+def measured(ax: Axes, part: pd.DataFrame, column: str, look: Look) -> None:
+    """A line over column x, with a bar for each interval that there is."""
+    ax.errorbar(part["x"], part[column], yerr=_errors(part, column), capsize=3, **look)
+
+
+def legend(figure: Figure, looks: dict[str, Look], styles: Sequence[Line2D]) -> None:
+    """Above the data: what each colour is, then what each kind of line is."""
+    handles = [Line2D([], [], **look, label=name) for name, look in looks.items()]
+    filler = [Line2D([], [], linestyle="", label=" ")] * (-len(handles) % 3)
+    rows = [*handles, *filler, *styles, *[Line2D([], [], linestyle="", label=" ")] * (-len(styles) % 3)]
+    columns = [rows[column::3] for column in range(3)]  # a legend is filled column by column
+    figure.legend(handles=[handle for column in columns for handle in column], loc="outside upper left", ncols=3)
+
+
+def pair_looks(pairs: Iterable[str]) -> dict[str, Look]:
+    """A colour that colour-blind readers can tell apart and a marker for each pair, in the order of the study."""
+    colours, markers = cycle(sns.color_palette("colorblind")), cycle("osD^vPX")
+    return {pair: {"color": next(colours), "marker": next(markers)} for pair in dict.fromkeys(pairs)}
+
+
+def _by_pair(table: pd.DataFrame, axis: str) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Each pair's rows with column x: `axis`, moved a little from pair to pair lest bars hide each other."""
+    names = list(dict.fromkeys(table["pair"]))
+    step = 0.008 * (table[axis].max() - table[axis].min())
+    for index, name in enumerate(names):
+        part = table[table["pair"] == name]
+        yield name, part.assign(x=part[axis] + step * (index - (len(names) - 1) / 2))
+
+
+def _rates(ax: Axes, part: pd.DataFrame, column: str, tokens: str, look: Look) -> None:
+    """A line whose markers are hollow where few tokens stand behind the rate."""
+    ax.plot(part["x"], part[column], **look)
+    few = part[part[tokens] < FEW_TESTS]
+    ax.plot(few["x"], few[column], **look | {"linestyle": "", "markerfacecolor": "white", "zorder": 3})
+
+
+def _errors(table: pd.DataFrame, column: str) -> list[pd.Series]:
+    """Lengths of the bars below and above; no bar where there is no interval."""
+    below, above = table[column] - table[f"{column}_lo"], table[f"{column}_hi"] - table[column]
+    return [below.clip(lower=0), above.clip(lower=0)]
+
+
+def _ticks(ax: Axes, values: pd.Series) -> None:
+    """Ticks where something was measured, unless they would run into each other."""
+    places = sorted(values.unique())
+    if all(b - a >= 0.05 * (places[-1] - places[0]) for a, b in pairwise(places)):
+        ax.set_xticks(places)
+
+
+def _measured(table: pd.DataFrame, **look: Any) -> Line2D:
+    """The legend's entry; with few prompts there are no intervals to speak of."""
+    intervals = table["alpha_lo"].notna().any()
+    return _line("measured, 95 % interval" if intervals else "measured", **look)
+
+
+def _dashed(look: Look) -> Look:
+    return {"color": look["color"], "linestyle": "--", "linewidth": 1.3}
+
+
+def _line(label: str, linestyle: Any = "-", **look: Any) -> Line2D:
+    return Line2D([], [], label=label, linestyle=linestyle, **{"color": GREY, **look})
+
+
+if __name__ == "__main__":
+    run(main)

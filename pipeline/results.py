@@ -1,0 +1,38 @@
+"""Where a study's tables, figures and report lie, and how a table is written and read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from pipeline import cells
+from specdec.errors import InputError
+
+TEXT_COLUMNS = (
+    *("study", "pair", "target", "draft", "backend", "cpu", "device", "dtype", "torch", "transformers"),
+    *("fastest_baseline", "identical"),
+)
+
+
+def study_folder(study: str) -> Path:
+    return Path("plots") / study
+
+
+def write_table(folder: Path, name: str, table: pd.DataFrame) -> None:
+    """Six digits of each float: more would change with the last bit of a machine's arithmetic."""
+    cells.write_text(folder / f"{name}.csv", table.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
+
+
+def read_table(folder: Path, name: str) -> pd.DataFrame:
+    """An empty field is NaN.
+
+    Raises:
+        InputError: the table is not there.
+    """
+    path = folder / f"{name}.csv"
+    try:
+        # A pair may be called 123 or null: names stay as they are written.
+        return pd.read_csv(path, dtype=dict.fromkeys(TEXT_COLUMNS, str), keep_default_na=False, na_values=[""])
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}); `dvc repro tables` writes it.") from None

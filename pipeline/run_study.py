@@ -1,0 +1,103 @@
+"""`dvc repro`, then the results and one line on where they come from. `make study` and `make measure` call this."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from pipeline import cells
+from pipeline.cli import run
+from pipeline.study import Params, load_params
+from specdec.errors import InputError
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Run the study of params.yaml and print its results; only cells that are out of date are measured."
+    )
+    parser.add_argument("--measure", action="store_true", help="measure every cell of the study anew on this machine")
+    parser.add_argument("dvc_args", nargs="*", metavar="ARGUMENT", help="passed on to `dvc repro`, after a --")
+    arguments = parser.parse_args()
+    params = load_params()
+    # --no-run-cache, because DVC would otherwise restore an earlier result for the same inputs instead of measuring.
+    force = ["--force", "--no-run-cache"] if arguments.measure else []
+    code, ran = repro([*force, *arguments.dvc_args])
+    if code != 0:
+        return code
+    report = Path("plots") / params.study.name / "report.md"
+    print(f"\n{report.read_text(encoding='utf-8').rstrip()}\n\n{provenance(study_cells(params), ran)}")
+    update_readme(Path("README.md"), report)
+    return 0
+
+
+def repro(arguments: list[str]) -> tuple[int, set[str]]:
+    """Run `dvc repro`, its output passed through as it comes; gives its exit code and the stages that it ran."""
+    # Stages call plain `python`, which must be the one that runs this; a pipe must not hold their output back.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    environment = {**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "dvc", "repro", *arguments]
+    ran = set()
+    # stderr stays the terminal itself, so progress bars work.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, encoding="utf-8", errors="replace") as dvc:
+        assert dvc.stdout is not None
+        try:
+            for line in dvc.stdout:
+                print(line, end="", flush=True)
+                if match := re.fullmatch(r"Running stage '(.+)':\s*", line):
+                    ran.add(match[1])
+        except KeyboardInterrupt:
+            pass  # Ctrl-C reaches DVC as well, which ends its stage and says so; leaving first would orphan them
+        return dvc.wait(), ran
+
+
+def study_cells(params: Params) -> dict[str, Path]:
+    """Every measured cell of the study, as {DVC's name of its stage: file}."""
+    study = params.study
+    found = {"toy_benchmark": cells.toy_benchmark()}
+    found |= {f"toy_sweep_k@{k}": cells.toy_k(k) for k in params.toy.k}
+    found |= {f"toy_sweep_temperature@{t}": cells.toy_temperature(t) for t in params.toy.temperature}
+    for pair in study.pairs:
+        prefix = f"{study.name}-{pair}"
+        found |= {f"sweep_k@{prefix}-{k}": cells.sweep_k(study.name, pair, k) for k in study.k}
+        found |= {
+            f"sweep_temperature@{prefix}-{t}": cells.sweep_temperature(study.name, pair, t) for t in study.temperature
+        }
+        found |= {f"hf_benchmark@{prefix}-{k}": cells.hf_benchmark(study.name, pair, k) for k in study.benchmark_k}
+    return found
+
+
+def provenance(cells_by_stage: dict[str, Path], ran: Iterable[str]) -> str:
+    """One line: how many cells were measured in this run, how many came from earlier ones, and on which processor those ran."""
+    measured = cells_by_stage.keys() & set(ran)
+    old = [path for stage, path in cells_by_stage.items() if stage not in measured]
+    line = f"{len(measured)} cells measured now on this machine; {len(old)} from committed results"
+    cpus = sorted({cpu for path in old if (cpu := cells.read_json(path).get("cpu"))})
+    return f"{line}, measured on CPU {' and '.join(cpus)}" if cpus else line
+
+
+def update_readme(readme: Path, report: Path) -> None:
+    """Put the report between README.md's two markers, if it is the default study's and not there already.
+
+    Raises:
+        InputError: there is no README, or it has not exactly one pair of markers.
+    """
+    if report.parent.name != "embedded":
+        return
+    old = readme.read_text(encoding="utf-8") if readme.exists() else ""
+    match = re.fullmatch(f"(.*{BEGIN}\n).*({END}.*)", old, flags=re.DOTALL)
+    if match is None or old.count(BEGIN) != 1 or old.count(END) != 1:
+        raise InputError(f"{readme} needs the lines {BEGIN} and {END}, once each and in this order, for the results.")
+    new = f"{match[1]}{report.read_text(encoding='utf-8').strip()}\n{match[2]}"
+    if new != old:
+        cells.write_text(readme, new)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,80 @@
+"""Acceptance of a real pair at one k or one temperature: one cell of `sweep_k` or `sweep_temperature`.
+
+Always float32 on the CPU: what is measured here is a property of the two models, not of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from pipeline import cli
+from pipeline.acceptance import PromptResult, acceptance_record, prompt_generator
+from pipeline.cells import write_json
+from pipeline.prompts import encode_prompt, load_prompts, select_prompts
+from pipeline.study import Params, load_params, pair_spec
+from pipeline.weights import load_pair
+from specdec.generate import speculative_generate
+from specdec.sampling import SamplingConfig
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pair", required=True, help="a pair of params.yaml")
+    axis = parser.add_mutually_exclusive_group(required=True)
+    axis.add_argument("--k", type=int, help="draft tokens per round, at decoding.temperature")
+    axis.add_argument("--temperature", type=float, help="sampling temperature, at decoding.k")
+    parser.add_argument("--out", type=Path, required=True, help="the cell's JSON file")
+    args = parser.parse_args()
+    params = load_params()
+    if args.k is not None:
+        record = measure(params, args.pair, args.k, params.decoding.temperature)
+    else:
+        record = measure(params, args.pair, params.decoding.k, args.temperature)
+    write_json(args.out, record)
+
+
+def measure(params: Params, pair_name: str, k: int, temperature: float) -> dict[str, Any]:
+    """Decode the study's prompts and describe the rounds."""
+    pair = pair_spec(params, pair_name)
+    sampling = SamplingConfig(temperature, params.decoding.top_k, params.decoding.top_p)
+    chosen = select_prompts(
+        load_prompts(params.prompts.file), params.prompts.categories, params.study.prompts_per_category
+    )
+    loaded = load_pair(pair, params.models, device=torch.device("cpu"), dtype=torch.float32)
+    results = []
+    for prompt in tqdm(chosen, desc=f"{pair_name} k={k} T={temperature}", unit="prompt"):
+        result = speculative_generate(
+            loaded.target,
+            encode_prompt(loaded.tokenizer, prompt),
+            drafter=loaded.drafter,
+            k=k,
+            max_new_tokens=params.study.max_new_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            eos_token_id=loaded.tokenizer.eos_token_id,
+            generator=prompt_generator(params.decoding.seed, prompt.question_id),
+        )
+        results.append(PromptResult(prompt.question_id, prompt.category, result.stats))
+    return {
+        "study": params.study.name,
+        "pair": pair_name,
+        "target": pair.target,
+        "draft": pair.draft,
+        "k": k,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "seed": params.decoding.seed,
+        "max_new_tokens": params.study.max_new_tokens,
+        **acceptance_record(results),
+    }
+
+
+if __name__ == "__main__":
+    cli.run(main)

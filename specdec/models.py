@@ -1,0 +1,234 @@
+"""Models: the built-in toy pair, checkpoints from a local folder, and whether two models fit together.
+
+Device and dtype are always chosen by the caller. A default taken from elsewhere (transformers' has changed once already) would
+turn a float32 result into something else without a word.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from specdec.cache import context_length as context_length
+from specdec.errors import InputError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# The toy pair. Each token has one successor, and the head's row of the successor is the token's own embedding: its logit stands
+# out by the embedding's share in the residual stream, while attention and MLPs make the other logits a noise that depends on the
+# context. The draft shares embeddings and head, but has mostly other noise. So both models nearly always find the successor most
+# likely; at the temperature where the noise begins to outweigh it they agree least; and far above it both laws are uniform.
+# Measured on the target's own text, seeds 0 to 4: argmax agreement 0.95 to 0.97; α = 0.95 to 0.97 at T = 0.02, 0.79 to 0.81 at
+# 0.1, 0.44 to 0.46 at 0.2, 0.67 at 0.3, 0.84 at 0.5, 0.92 at 1, 0.98 at 5. Greedy text walks along the successors, a cycle
+# through all tokens, so that it never repeats itself within the context; but it hardly depends on older tokens.
+TOY_VOCABULARY = 1024
+TOY_CONTEXT = 512
+_WIDTH = 128
+_LAYERS = 2
+_HEADS = 4
+_POSITION_STD = 0.6  # of position embeddings; token embeddings have 1
+_ATTENTION_GAIN = 1.5  # standard deviation of an attention layer's output, if it looked at one token only
+_MLP_GAIN = 0.7  # of both matrices of an MLP
+_HEAD_STD = 0.02  # of the head's weights; scales all logits, and so places the least agreement at T = 0.2
+_PERTURBATION = 0.8  # noise added to the draft's attention and MLP weights, in standard deviations of each matrix
+
+
+def toy_target(seed: int = 0) -> GPT2LMHeadModel:
+    """A tiny GPT-2 with random weights: float32, on the CPU, in eval mode, without an end token.
+
+    Equal seeds give equal weights. The global random state is neither used nor changed.
+    """
+    return _toy_model(torch.Generator().manual_seed(seed))
+
+
+def toy_draft(seed: int = 0) -> GPT2LMHeadModel:
+    """A perturbed copy of `toy_target(seed)`: α is neither 0 nor 1, and U-shaped in temperature (see the constants above)."""
+    generator = torch.Generator().manual_seed(seed)
+    model = _toy_model(generator)
+    for weight in _block_weights(model):
+        weight.data += _PERTURBATION * weight.std() * torch.randn(weight.shape, generator=generator)
+    return model
+
+
+@torch.no_grad()
+def _toy_model(generator: torch.Generator) -> GPT2LMHeadModel:
+    config = GPT2Config(
+        vocab_size=TOY_VOCABULARY,
+        n_positions=TOY_CONTEXT,
+        n_embd=_WIDTH,
+        n_layer=_LAYERS,
+        n_head=_HEADS,
+        tie_word_embeddings=False,  # tied, the likeliest next token would be the last one again
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):  # the constructor fills the weights once from the global generator
+        model = GPT2LMHeadModel(config).float().eval()
+
+    def fill(weight: Tensor, std: float) -> None:
+        weight.copy_(std * torch.randn(weight.shape, generator=generator))
+
+    embedding = model.transformer.wte.weight
+    fill(embedding, 1.0)
+    fill(model.transformer.wpe.weight, _POSITION_STD)
+    cycle = torch.randperm(TOY_VOCABULARY, generator=generator)
+    model.lm_head.weight[cycle.roll(-1)] = _HEAD_STD * embedding[cycle]
+    for block in model.transformer.h:
+        fill(block.attn.c_attn.weight, 1 / math.sqrt(_WIDTH))
+        fill(block.attn.c_proj.weight, _ATTENTION_GAIN / math.sqrt(_WIDTH))
+        fill(block.mlp.c_fc.weight, _MLP_GAIN / math.sqrt(_WIDTH))
+        fill(block.mlp.c_proj.weight, _MLP_GAIN / math.sqrt(4 * _WIDTH))
+    return model
+
+
+def _block_weights(model: GPT2LMHeadModel) -> list[Tensor]:
+    """The matrices of attention and MLPs; norms and biases stay as they are."""
+    return [parameter for parameter in model.transformer.h.parameters() if parameter.dim() == 2]
+
+
+def random_prompt(model: PreTrainedModel, length: int, generator: torch.Generator) -> Tensor:
+    """Uniformly random token ids, shape (1, length), int64, on the CPU: a prompt for a model that has no tokenizer."""
+    return torch.randint(vocabulary_size(model), (1, length), generator=generator)
+
+
+def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Load a causal language model from a local folder, in eval mode. No network, no pickle, no code from the checkpoint.
+
+    Args:
+        path: a folder with config.json and model.safetensors (or its shards and their index).
+        dtype: of all weights, whatever config.json says.
+
+    Raises:
+        InputError: the folder or a file is missing or broken, or the weights are not exactly those that config.json calls for
+            (transformers would fill in random ones and only warn).
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise InputError(f"{path} is not a folder; allowed: a folder with config.json and model.safetensors.")
+    if not (path / "config.json").is_file():
+        raise InputError(f"{path} has no config.json; allowed: a folder as `save_pretrained` writes it.")
+    try:
+        with quiet_transformers():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise InputError(f"{path} cannot be loaded as a causal language model: {reason}.") from None
+    model, info = loaded
+    for kind in ("missing", "unexpected", "mismatched"):
+        if keys := sorted(str(key) for key in info[f"{kind}_keys"]):
+            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+            raise InputError(f"{path}: the weights do not fit config.json ({kind}: {keys[0]}{more}).")
+    return model.to(device).eval()
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without transformers' progress bars and reports: whatever is wrong becomes one sentence of ours."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """How many token ids the model knows, V."""
+    return int(model.config.get_text_config(decoder=True).vocab_size)
+
+
+def count_parameters(model: torch.nn.Module) -> int:
+    """Parameters that are stored, so weights shared by two layers (a tied head) count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def resolve_device(name: str) -> torch.device:
+    """ "auto" is the first that is here of cuda, mps, cpu.
+
+    Raises:
+        InputError: an unknown device, or one that this machine does not have.
+    """
+    present = [
+        *(["cuda"] if torch.cuda.is_available() else []),
+        *(["mps"] if torch.backends.mps.is_available() else []),
+        "cpu",
+    ]
+    if name == "auto":
+        return torch.device(present[0])
+    if name not in present:
+        raise InputError(f"The device {name!r} is not available here; allowed: auto, {', '.join(present)}.")
+    return torch.device(name)
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """The torch dtype of that name.
+
+    Raises:
+        InputError: none of DTYPES.
+    """
+    if name not in DTYPES:
+        raise InputError(f"The dtype {name!r} is not known; allowed: {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+def check_pair(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    target_tokenizer: PreTrainedTokenizerBase | None = None,
+    draft_tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Refuse a draft whose token ids do not mean what the target's mean.
+
+    Such a pair runs without an error and only looks useless, since hardly a token is accepted. Vocabularies are compared by
+    content; where the files lie plays no role. Special tokens must agree too.
+
+    Raises:
+        InputError: naming what differs, on both sides.
+    """
+    if vocabulary_size(target) != vocabulary_size(draft):
+        raise InputError(
+            f"The target has a vocabulary of {vocabulary_size(target)} tokens and the draft one of {vocabulary_size(draft)}; "
+            "allowed: equal vocabularies."
+        )
+    if target_tokenizer is None or draft_tokenizer is None:
+        return
+    words, draft_words = ({i: w for w, i in t.get_vocab().items()} for t in (target_tokenizer, draft_tokenizer))
+    for index in sorted(words.keys() | draft_words.keys()):
+        if words.get(index) != draft_words.get(index):
+            raise InputError(
+                f"Token {index} is {words.get(index)!r} to the target and {draft_words.get(index)!r} to the draft; "
+                "allowed: two models with one vocabulary."
+            )
+    specials, draft_specials = target_tokenizer.special_tokens_map, draft_tokenizer.special_tokens_map
+    for name in sorted(specials.keys() | draft_specials.keys()):
+        if specials.get(name) != draft_specials.get(name):
+            raise InputError(
+                f"The {name} is {specials.get(name)!r} to the target and {draft_specials.get(name)!r} to the draft; "
+                "allowed: two models with the same special tokens."
+            )

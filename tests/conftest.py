@@ -1,0 +1,19 @@
+"""What all tests share. Everything runs offline, on the CPU and on one thread, as the results of two runs may differ else."""
+
+import pytest
+import torch
+import transformers
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture(scope="session")
+def toy_pair():
+    """Target and draft that the toy cells measure."""
+    from specdec.models import toy_draft, toy_target
+
+    return toy_target(0), toy_draft(0)

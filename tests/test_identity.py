@@ -1,0 +1,70 @@
+"""A differing token is a tie only where the target says so; anything else is a fault."""
+
+import math
+
+import pytest
+import torch
+from stand_ins import ScriptedModel, nearby, random_table, tiny_gpt2
+
+from specdec.drafters import ModelDrafter
+from specdec.generate import autoregressive_generate, speculative_generate
+from specdec.identity import TIE_GAP, IdentityReport, check_greedy_identity
+from specdec.quantize import bfloat16_copy
+
+PROMPT = torch.tensor([[1, 2]])
+
+
+def check(plain, speculative, gap=0.3):
+    """Against a target whose two best tokens after every text are 2, then 0 with a logit smaller by `gap`."""
+    law = torch.tensor([-gap, -5.0, 0.0, -5.0], dtype=torch.float64).softmax(dim=0)
+    return check_greedy_identity(ScriptedModel(law.expand(4, 4, 4)), PROMPT, plain, speculative)
+
+
+def test_equal_texts_match_without_a_forward():
+    assert check_greedy_identity(None, PROMPT, [2, 2, 2], (2, 2, 2)) == IdentityReport(True)
+    assert not IdentityReport(True).is_tie
+
+
+@pytest.mark.parametrize(("gap", "is_tie"), [(0.0, True), (TIE_GAP / 2, True), (TIE_GAP * 2, False), (0.3, False)])
+def test_the_gap_at_the_first_difference_tells_a_tie_from_a_fault(gap, is_tie):
+    for plain, speculative in (([2, 2, 2], [2, 0, 1]), ([2, 0, 2], [2, 2, 2])):
+        report = check(plain, speculative, gap)
+        assert (report.matches, report.first_divergence) == (False, 1)
+        assert report.top2_gap == pytest.approx(gap, abs=1e-6)
+        assert report.is_tie == is_tie
+
+
+def test_two_tokens_that_tie_far_below_the_best_are_a_fault():
+    report = check([2, 1], [2, 3])
+    assert report.top2_gap == pytest.approx(5)
+    assert not report.is_tie
+
+
+@pytest.mark.parametrize(("plain", "speculative"), [([2, 2], [2, 2, 2]), ([2, 2, 2], [2]), ([2], [])])
+def test_a_text_that_stops_early_is_a_fault(plain, speculative):
+    report = check(plain, speculative, gap=0)
+    assert (report.matches, report.first_divergence) == (False, min(len(plain), len(speculative)))
+    assert report.top2_gap == math.inf and not report.is_tie
+
+
+def test_the_gap_is_read_behind_the_text_that_both_share():
+    table = random_table(4, 0)
+    report = check_greedy_identity(ScriptedModel(table), PROMPT, [3, 0, 1], [3, 0, 2])
+    law = table[3, 0].log()
+    assert report.first_divergence == 2
+    assert report.top2_gap == pytest.approx(float(law.max() - min(law[1], law[2])), abs=1e-5)
+
+
+def test_in_float32_nothing_differs_and_in_bfloat16_only_near_ties():
+    target, draft = tiny_gpt2(), nearby(tiny_gpt2(), 0.05)
+    differences = 0
+    for make, gap in ((lambda model: model, 0.0), (bfloat16_copy, 0.1)):
+        model, drafter = make(target), ModelDrafter(make(draft))
+        for seed in range(5):
+            prompt = torch.randint(40, (1, 8), generator=torch.Generator().manual_seed(seed))
+            plain = autoregressive_generate(model, prompt, max_new_tokens=64)
+            result = speculative_generate(model, prompt, drafter=drafter, k=4, max_new_tokens=64)
+            report = check_greedy_identity(model, prompt, plain.new_tokens, result.new_tokens)
+            assert report.matches or report.top2_gap < gap
+            differences += not report.matches
+    assert differences > 0  # else this shows nothing

@@ -1,0 +1,169 @@
+"""The figures show what the tables hold, legibly, in the same bytes each time; so do DVC's own charts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import fake_cells
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+from dvc_render.vega import VegaRenderer
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from ruamel.yaml import YAML
+
+from pipeline import cells, plot, tables
+from pipeline.results import read_table
+from pipeline.study import Params
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = Path("plots/fake")
+NAMES = {"tokens_per_round", "acceptance_per_position", "acceptance_vs_temperature", "speedup", "toy"}
+SMALLEST = (
+    fake_cells.PARAMS.replace("[small_int8, small_bf16, small_lookup]", "[small_lookup]")
+    .replace("k: [1, 2, 4, 8]", "k: [2]")
+    .replace("[0.3, 1.0, 1.5]", "[1.0]")
+    .replace("k: [1, 2, 3, 4, 5, 6, 7, 8]", "k: [2]")
+    .replace("[0.02, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0]", "[1.0]")
+)
+
+
+@pytest.fixture
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Params:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["plot.py"])
+    params = fake_cells.write(tmp_path)
+    tables.main()
+    return params
+
+
+@pytest.fixture
+def figures(study: Params) -> Iterator[dict[str, Figure]]:
+    with matplotlib.rc_context(plot.STYLE):
+        yield plot.draw(FOLDER)
+
+
+def lines_of(figure: Figure, panel: int, style: str) -> list[list[float]]:
+    """Heights of the lines of a style, in the order drawn."""
+    lines = [line for line in figure.axes[panel].lines if line.get_linestyle() == style and len(line.get_xdata()) > 2]
+    return [np.asarray(line.get_ydata(), dtype=float).tolist() for line in lines if line.get_marker() not in ("_", "|")]
+
+
+def test_every_figure_is_written_twice_alike_and_as_plain_shapes(study: Params) -> None:
+    plot.main()
+    first = {path.stem: path.read_bytes() for path in FOLDER.glob("*.svg")}
+    assert first.keys() == NAMES
+    plot.main()
+    assert first == {path.stem: path.read_bytes() for path in FOLDER.glob("*.svg")}
+    for content in first.values():
+        tags = [element.tag.split("}")[1] for element in ElementTree.fromstring(content).iter()]
+        assert "text" not in tags and "date" not in tags
+        assert "path" in tags
+
+
+def test_nothing_is_left_in_matplotlibs_settings(study: Params) -> None:
+    before = dict(matplotlib.rcParams)
+    plot.main()
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_text_is_legible_and_legends_cover_no_data(figures: dict[str, Figure]) -> None:
+    for name, figure in figures.items():
+        assert figure.get_figwidth() <= 9, f"{name} would be shrunk in a README"
+        figure.draw_without_rendering()
+        assert min(text.get_fontsize() for text in figure.findobj(Text)) >= 10
+        (legend,) = figure.legends
+        box = legend.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1, f"the legend of {name} is cut off"
+        for ax in figure.axes:
+            assert not box.overlaps(ax.get_window_extent()), f"the legend of {name} lies on the data"
+            assert ax.get_xlabel()
+
+
+def test_tokens_per_round_shows_measured_and_predicted(study: Params, figures: dict[str, Figure]) -> None:
+    by_k = read_table(FOLDER, "sweep_k")
+    for style, column in (("-", "mean_acceptance_length"), ("--", "iid_acceptance_length")):
+        expected = [by_k.loc[by_k["pair"] == pair, column].tolist() for pair in study.study.pairs]
+        assert lines_of(figures["tokens_per_round"], 0, style) == expected
+    assert len(figures["tokens_per_round"].axes[0].collections) == len(study.study.pairs), "interval bars"
+
+
+def test_acceptance_per_position_is_that_of_the_largest_k(study: Params, figures: dict[str, Figure]) -> None:
+    record = cells.read_json(cells.sweep_k("fake", "small_int8", 8))
+    figure = figures["acceptance_per_position"]
+    assert lines_of(figure, 0, "-")[0] == pytest.approx(record["acceptance_per_position"], rel=1e-5)
+    assert lines_of(figure, 1, "-")[0] == pytest.approx(record["conditional_acceptance_per_position"], rel=1e-5)
+    assert lines_of(figure, 0, "--")[0] == pytest.approx([record["alpha"] ** j for j in range(1, 9)], rel=1e-4)
+
+
+def test_rates_from_few_tokens_are_hollow(figures: dict[str, Figure]) -> None:
+    right = figures["acceptance_per_position"].axes[1]
+    hollow = [line for line in right.lines if line.get_markerfacecolor() == "white"]
+    tested = cells.read_json(cells.sweep_k("fake", "small_lookup", 8))["tested_per_position"]
+    assert sum(len(line.get_xdata()) for line in hollow) == sum(n < plot.FEW_TESTS for n in tested) > 0
+
+
+def test_the_toy_figure_has_both_limits_and_the_geometric_form(figures: dict[str, Figure]) -> None:
+    rounds, _, temperature = figures["toy"].axes
+    by_k = read_table(FOLDER, "toy_k")
+    assert lines_of(figures["toy"], 0, "--") == [by_k["geometric_tokens_per_round"].tolist()]
+    assert temperature.get_xscale() == "log"
+    limits = [line.get_ydata()[0] for line in temperature.lines if line.get_linestyle() in (":", "-.")]
+    assert limits == [0.97, 1.0]
+    assert rounds.get_ylabel() and temperature.get_ylabel()
+
+
+def test_speedup_writes_every_value_beside_its_row(study: Params, figures: dict[str, Figure]) -> None:
+    (ax,) = figures["speedup"].axes
+    benchmark = read_table(FOLDER, "hf_benchmark")
+    written = {text.get_text() for text in ax.texts}
+    assert written == {f"{v:.2f}×" for c in ("speedup", "speedup_over_fastest") for v in benchmark[c]}
+    assert [label.get_text() for label in ax.get_yticklabels()] == [f"{pair}, k = 4" for pair in study.study.pairs]
+
+
+def test_the_smallest_study_without_intervals_or_acceptances_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["plot.py"])
+    fake_cells.write(tmp_path, SMALLEST)
+    for path in Path("metrics").rglob("*.json"):
+        fake_cells.edit(path, **{key: None for key in cells.read_json(path) if key.endswith(("_lo", "_hi"))})
+    unknown: dict[str, Any] = dict.fromkeys(("alpha", "alpha_overlap", "iid_acceptance_length"))
+    fake_cells.edit(cells.sweep_k("fake", "small_lookup", 2), **unknown)
+    fake_cells.edit(cells.hf_benchmark("fake", "small_lookup", 4), speedup_over_fastest=None)
+    tables.main()
+    plot.main()
+    assert {path.stem for path in FOLDER.glob("*.svg")} == NAMES
+    with matplotlib.rc_context(plot.STYLE):
+        labels = [text.get_text() for text in plot.draw(FOLDER)["tokens_per_round"].legends[0].get_texts()]
+    assert "measured" in labels and "measured, 95 % interval" not in labels
+
+
+def dvc_charts() -> list[tuple[str, dict[str, Any]]]:
+    plots = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["plots"]
+    return [(title, chart) for entry in plots if isinstance(entry, dict) for title, chart in entry.items() if chart]
+
+
+@pytest.mark.parametrize(("title", "chart"), dvc_charts())
+def test_dvc_can_fill_the_template_of_each_chart(study: Params, title: str, chart: dict[str, Any]) -> None:
+    ((path, columns),) = chart["y"].items()
+    table = pd.read_csv(path.replace("${study.name}", "fake"), dtype=str, keep_default_na=False)
+    several = isinstance(columns, list)
+    rows = []
+    for column in columns if several else [columns]:
+        assert column in table and chart["x"] in table
+        rows += [row | {"field": column, "rev": "workspace", "y": row[column]} for row in table.to_dict("records")]
+    y = "y" if several else columns
+    renderer = VegaRenderer(
+        rows, title, template=chart["template"], template_dir=ROOT / ".dvc/plots", x=chart["x"], y=y
+    )
+    filled = renderer.get_filled_template()
+    assert "<DVC_METRIC" not in json.dumps(filled)
+    assert len(filled["data"]["values"]) == len(rows)

@@ -1,0 +1,132 @@
+"""The tables hold exactly what the study declares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fake_cells
+import pandas as pd
+import pytest
+
+from pipeline import cells, tables
+from pipeline.results import read_table
+from pipeline.study import Params
+from specdec.errors import InputError
+from specdec.theory import expected_tokens_per_round
+
+NAMES = {
+    *("sweep_k", "sweep_temperature", "acceptance_per_position", "hf_benchmark"),
+    *("toy_k", "toy_temperature", "toy_acceptance_per_position", "toy_benchmark"),
+}
+
+
+@pytest.fixture
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Params:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["tables.py"])
+    return fake_cells.write(tmp_path)
+
+
+def test_every_table_is_written_in_the_order_of_params(study: Params) -> None:
+    tables.main()
+    assert {path.stem for path in Path("plots/fake").iterdir()} == NAMES
+    by_k = read_table(Path("plots/fake"), "sweep_k")
+    assert list(zip(by_k["pair"], by_k["k"], strict=True)) == [(p, k) for p in study.study.pairs for k in study.study.k]
+    assert by_k.columns[:5].tolist() == ["pair", "target", "draft", "k", "temperature"]
+    assert "per_prompt" not in by_k
+
+
+def test_two_runs_write_the_same_bytes(study: Params) -> None:
+    tables.main()
+    first = {path.name: path.read_bytes() for path in Path("plots/fake").iterdir()}
+    tables.main()
+    assert first == {path.name: path.read_bytes() for path in Path("plots/fake").iterdir()}
+
+
+def test_a_cell_that_the_study_does_not_declare_is_left_out(study: Params) -> None:
+    cells.write_json(cells.sweep_k("fake", "small_int8", 16), fake_cells.acceptance("small_int8", 16))
+    cells.write_json(cells.sweep_k("fake", "old_pair", 4), fake_cells.acceptance("small_int8", 4))
+    by_k = tables.gather(study)["sweep_k"]
+    assert 16 not in by_k["k"].tolist()
+    assert set(by_k["pair"]) == set(study.study.pairs)
+
+
+@pytest.mark.parametrize("path", ["sweep_k/fake/small_bf16/2.json", "toy/temperature/0.2.json", "toy/benchmark.json"])
+def test_a_missing_cell_is_named_and_no_table_is_touched(study: Params, path: str) -> None:
+    (cells.METRICS / path).unlink()
+    with pytest.raises(InputError, match=f"^metrics/{path} cannot be read .*dvc repro"):
+        tables.main()
+    assert not Path("plots").exists()
+
+
+def test_a_cell_without_a_needed_key_is_named(study: Params) -> None:
+    path = cells.hf_benchmark("fake", "small_int8", 4)
+    record = cells.read_json(path)
+    del record["overhead_factor"]
+    cells.write_json(path, record)
+    with pytest.raises(InputError, match=f"^{path} lacks the key overhead_factor"):
+        tables.gather(study)
+
+
+def test_numbers_survive_the_file(study: Params) -> None:
+    fake_cells.edit(cells.hf_benchmark("fake", "small_int8", 4), speedup=1.23456789, speedup_lo=None, speedup_hi=None)
+    tables.main()
+    row = read_table(Path("plots/fake"), "hf_benchmark").iloc[0]
+    assert row["speedup"] == 1.23457  # six digits
+    assert pd.isna(row["speedup_lo"])
+    lines = Path("plots/fake/hf_benchmark.csv").read_text(encoding="utf-8").splitlines()
+    assert ",134515008," in lines[1], "a count is not rounded"
+    assert ",134515008,," in lines[3], "and stays whole in a column with a missing value"
+
+
+def test_a_pair_may_have_a_name_that_looks_like_a_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, study: Params
+) -> None:
+    for name in ("123", "null"):
+        text = fake_cells.PARAMS.replace("small_int8", name).replace(f"  {name}:", f'  "{name}":')
+        text = text.replace(f"[{name},", f'["{name}",')
+        monkeypatch.setitem(fake_cells.ALPHA, name, 0.9)
+        monkeypatch.setitem(fake_cells.C, name, 0.5)
+        fake_cells.write(tmp_path, text)
+        tables.main()
+        assert read_table(Path("plots/fake"), "sweep_k")["pair"].iloc[0] == name
+
+
+def test_positions_are_unrolled(study: Params) -> None:
+    table = tables.gather(study)["acceptance_per_position"]
+    assert len(table) == len(study.study.pairs) * sum(study.study.k)
+    part = table[(table["pair"] == "small_bf16") & (table["k"] == 4)]
+    record = cells.read_json(cells.sweep_k("fake", "small_bf16", 4))
+    assert part["position"].tolist() == [1, 2, 3, 4]
+    assert part["acceptance_per_position"].tolist() == record["acceptance_per_position"]
+    assert part["conditional_acceptance_per_position"].tolist() == record["conditional_acceptance_per_position"]
+    assert part["tested"].tolist() == record["tested_per_position"]
+
+
+def test_the_geometric_form_uses_alpha_of_k_1(study: Params) -> None:
+    table = tables.gather(study)["toy_k"]
+    alpha = cells.read_json(cells.toy_k(1))["alpha"]
+    assert table["geometric_tokens_per_round"].tolist() == [expected_tokens_per_round(alpha, k) for k in study.toy.k]
+    assert (
+        table["difference"].tolist() == (table["mean_acceptance_length"] - table["geometric_tokens_per_round"]).tolist()
+    )
+
+
+def test_without_k_1_there_is_no_geometric_form(study: Params, tmp_path: Path) -> None:
+    params = fake_cells.write(tmp_path, fake_cells.PARAMS.replace("k: [1, 2, 3, 4, 5, 6, 7, 8]", "k: [2, 4]"))
+    table = tables.gather(params)["toy_k"]
+    assert table["geometric_tokens_per_round"].isna().all() and table["difference"].isna().all()
+
+
+def test_a_draft_that_never_proposed_leaves_empty_fields(study: Params) -> None:
+    nothing = dict.fromkeys(("alpha", "alpha_overlap", "draft_acceptance_rate", "iid_acceptance_length"))
+    lists: dict[str, list[float]] = {key: [] for key in tables.POSITION_LISTS.values()}
+    fake_cells.edit(cells.sweep_k("fake", "small_lookup", 1), **nothing, **lists)
+    tables.main()
+    by_k = read_table(Path("plots/fake"), "sweep_k")
+    assert by_k[(by_k["pair"] == "small_lookup") & (by_k["k"] == 1)]["alpha"].isna().all()
+
+
+def test_a_table_that_is_not_there_is_named(study: Params) -> None:
+    with pytest.raises(InputError, match=r"^plots/fake/sweep_k\.csv cannot be read .*dvc repro tables"):
+        read_table(Path("plots/fake"), "sweep_k")
