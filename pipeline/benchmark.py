@@ -14,9 +14,10 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.nn import Module
 from transformers import PreTrainedModel
 
 from pipeline import cells, cli
@@ -48,10 +49,8 @@ def main() -> None:
     args = parse_arguments()
     params = load_params()
     if args.cell:
-        fingerprint = cells.read_json(cells.HARDWARE)["fingerprint"]
-        torch.set_num_threads(fingerprint["threads"])
+        torch.set_num_threads(cells.read_json(cells.HARDWARE)["fingerprint"]["threads"])
         record = toy_cell(params) if args.backend == "toy" else hf_cell(params, args.pair, args.k)
-        record["cpu"] = fingerprint["cpu"]
     else:
         if args.threads is not None:
             torch.set_num_threads(args.threads)
@@ -138,7 +137,7 @@ def alone(params: Params, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def toy_bench(device: torch.device, dtype: torch.dtype, prompt_tokens: int, seed: int) -> Bench:
-    target, draft = (model.to(dtype).to(device) for model in (toy_target(), toy_draft()))
+    target, draft = (cast(PreTrainedModel, Module.to(m, device, dtype)) for m in (toy_target(), toy_draft()))
     prompts = [
         TextPrompt(i, "toy", random_prompt(target, prompt_tokens, prompt_generator(seed, i)))
         for i in range(TOY_PROMPTS)
@@ -174,7 +173,7 @@ def measure(backend: str, bench: Bench, setting: Setting) -> dict[str, Any]:
         "device": bench.target.device.type,
         "dtype": str(bench.target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
-        "cpu": None,
+        "cpu": cells.cpu(),
         "torch": version("torch"),
         "transformers": version("transformers"),
         "target_parameters": count_parameters(bench.target),

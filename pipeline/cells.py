@@ -49,6 +49,11 @@ def hf_benchmark(study: str, pair: str, k: int) -> Path:
     return METRICS / "hf_benchmark" / study / pair / f"{k}.json"
 
 
+def cpu() -> str | None:
+    """The processor that a new cell is measured on, by `hardware`; None if that stage never ran."""
+    return read_json(HARDWARE)["fingerprint"]["cpu"] if HARDWARE.exists() else None
+
+
 def write_json(path: str | Path, record: dict[str, Any]) -> None:
     """Write a record as sorted, indented JSON; equal records give equal bytes.
 

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from pipeline import cli
+from pipeline import cells, cli
 from pipeline.acceptance import PromptResult, acceptance_record, prompt_generator
-from pipeline.cells import write_json
 from pipeline.prompts import encode_prompt, load_prompts, select_prompts
 from pipeline.study import Params, load_params, pair_spec
 from pipeline.weights import load_pair
@@ -35,7 +34,7 @@ def main() -> None:
         record = measure(params, args.pair, args.k, params.decoding.temperature)
     else:
         record = measure(params, args.pair, params.decoding.k, args.temperature)
-    write_json(args.out, record)
+    cells.write_json(args.out, record)
 
 
 def measure(params: Params, pair_name: str, k: int, temperature: float) -> dict[str, Any]:
@@ -72,6 +71,7 @@ def measure(params: Params, pair_name: str, k: int, temperature: float) -> dict[
         "top_p": sampling.top_p,
         "seed": params.decoding.seed,
         "max_new_tokens": params.study.max_new_tokens,
+        "cpu": cells.cpu(),  # where this was measured; nothing is derived from it
         **acceptance_record(results),
     }
 

@@ -68,10 +68,11 @@ def gather(params: Params) -> dict[str, pd.DataFrame]:
         InputError: a cell is missing, or lacks a key that a table needs.
     """
     study, pairs = params.study.name, params.study.pairs
-    by_k = _read([cells.sweep_k(study, pair, k) for pair in pairs for k in params.study.k], ACCEPTANCE)
+    with_lists = (*ACCEPTANCE, *POSITION_LISTS.values())
+    by_k = _read([cells.sweep_k(study, pair, k) for pair in pairs for k in params.study.k], with_lists)
     by_temperature = [cells.sweep_temperature(study, pair, t) for pair in pairs for t in params.study.temperature]
     benchmarks = [cells.hf_benchmark(study, pair, k) for pair in pairs for k in params.study.benchmark_k]
-    toy_by_k = _read([cells.toy_k(k) for k in params.toy.k], ACCEPTANCE)
+    toy_by_k = _read([cells.toy_k(k) for k in params.toy.k], with_lists)
     toy_by_temperature = _read([cells.toy_temperature(t) for t in params.toy.temperature], (*ACCEPTANCE, *TOY_LIMITS))
     return {
         "sweep_k": _table(by_k, ACCEPTANCE),
@@ -89,9 +90,9 @@ def _read(paths: Sequence[Path], needed: Sequence[str]) -> list[Record]:
     records = []
     for path in paths:
         record = cells.read_json(path)
-        for key in needed:
-            if key not in record:
-                raise InputError(f"{path} lacks the key {key}; measure the cell again with `dvc repro --force`.")
+        missing = next((key for key in needed if key not in record), None)
+        if missing is not None:
+            raise InputError(f"{path} lacks the key {missing}; measure the cell again with `dvc repro --force`.")
         records.append(record)
     return records
 
@@ -115,7 +116,7 @@ def _positions(records: list[Record]) -> pd.DataFrame:
     """One row per pair, k and position in the round."""
     rows = []
     for record in records:
-        lists = [record.get(key, []) for key in POSITION_LISTS.values()]
+        lists = [record[key] for key in POSITION_LISTS.values()]
         for position, values in enumerate(zip(*lists, strict=True), start=1):
             start = {"pair": record["pair"], "k": record["k"], "position": position}
             rows.append({**start, **dict(zip(POSITION_LISTS, values, strict=True))})

@@ -14,9 +14,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from pipeline import cli
+from pipeline import cells, cli
 from pipeline.acceptance import PromptResult, acceptance_record, prompt_generator
-from pipeline.cells import write_json
 from pipeline.study import Params, load_params
 from specdec.drafters import ModelDrafter
 from specdec.generate import autoregressive_generate, speculative_generate
@@ -38,7 +37,7 @@ def main() -> None:
         record = measure(params, args.k, 0.0)
     else:
         record = measure(params, params.toy.k_for_temperature, args.temperature)
-    write_json(args.out, record)
+    cells.write_json(args.out, record)
 
 
 def measure(params: Params, k: int, temperature: float) -> dict[str, Any]:
@@ -74,6 +73,7 @@ def measure(params: Params, k: int, temperature: float) -> dict[str, Any]:
         "max_new_tokens": params.toy.max_new_tokens,
         "argmax_agreement": ratio(sum(agreements), len(agreements)),  # the limit of α as T → 0
         "limit_high_temperature": 1.0,  # both laws become uniform
+        "cpu": cells.cpu(),  # where this was measured; nothing is derived from it
         **acceptance_record(results),
     }
 

@@ -25,7 +25,7 @@ def seeded(seed):
 @pytest.fixture(scope="module")
 def greedy_texts(toy_pair):
     target, _ = toy_pair
-    return [(prompt, autoregressive_generate(target, prompt, max_new_tokens=40)) for prompt in prompts(target, 4)]
+    return [(prompt, autoregressive_generate(target, prompt, max_new_tokens=40)) for prompt in prompts(target, 3)]
 
 
 @pytest.mark.parametrize("k", range(1, 9))

@@ -52,9 +52,18 @@ def test_the_layer_is_the_product_with_the_dequantised_weights(shape, bias):
     assert ((y.double() - exact).abs() / size).max() < 2**-7  # rounding of the result and of the sum
 
 
-@pytest.mark.parametrize(("out", "width"), [(1, 8), (3, 5), (13, 17), (40, 16), (576, 96)])
-def test_any_size_works(out, width):
-    layer, x = Int8Linear(*random_layer(out, width)), inputs(3, width)
+@pytest.mark.parametrize("rows", [1, 2, 4, 5])
+@pytest.mark.parametrize(("out", "width"), [(1, 16), (13, 48), (40, 5), (40, 24), (576, 96)])
+def test_any_size_works(out, width, rows, monkeypatch):
+    """Where rows are not multiples of 16 long, the kernel reads behind their ends: it crashes, or is quietly wrong."""
+    kernel = torch.ops.aten._weight_int8pack_mm
+
+    def guarded(x, *others):
+        assert x.shape[1] % 16 == 0
+        return kernel(x, *others)
+
+    monkeypatch.setattr(torch.ops.aten, "_weight_int8pack_mm", guarded)
+    layer, x = Int8Linear(*random_layer(out, width)), inputs(rows, width)
     exact = x.double() @ dequantised(layer).T + layer.bias.double()
     torch.testing.assert_close(layer(x).double(), exact, rtol=0.02, atol=0.02 * float(exact.abs().max()))
 

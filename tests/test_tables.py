@@ -59,12 +59,19 @@ def test_a_missing_cell_is_named_and_no_table_is_touched(study: Params, path: st
     assert not Path("plots").exists()
 
 
-def test_a_cell_without_a_needed_key_is_named(study: Params) -> None:
-    path = cells.hf_benchmark("fake", "small_int8", 4)
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [
+        (cells.hf_benchmark("fake", "small_int8", 4), "overhead_factor"),
+        (cells.toy_k(3), "tested_per_position"),
+        (cells.toy_temperature(0.5), "argmax_agreement"),
+    ],
+)
+def test_a_cell_without_a_needed_key_is_named(study: Params, path: Path, key: str) -> None:
     record = cells.read_json(path)
-    del record["overhead_factor"]
+    del record[key]
     cells.write_json(path, record)
-    with pytest.raises(InputError, match=f"^{path} lacks the key overhead_factor"):
+    with pytest.raises(InputError, match=f"^{path} lacks the key {key}"):
         tables.gather(study)
 
 
