@@ -61,13 +61,13 @@ def main() -> None:
 def draw(folder: Path) -> dict[str, Figure]:
     """Every figure by name, from the tables in `folder`."""
     by_k, positions = read_table(folder, "sweep_k"), read_table(folder, "acceptance_per_position")
-    toy_tables = [read_table(folder, f"toy_{name}") for name in ("k", "acceptance_per_position", "temperature")]
+    toy_k, toy_positions = read_table(folder, "toy_k"), read_table(folder, "toy_acceptance_per_position")
     return {
         "tokens_per_round": tokens_per_round(by_k),
         "acceptance_per_position": acceptance_per_position(positions, by_k),
         "acceptance_vs_temperature": acceptance_vs_temperature(read_table(folder, "sweep_temperature")),
         "speedup": speedup(read_table(folder, "hf_benchmark")),
-        "toy": toy(*toy_tables),
+        "toy": toy(toy_k, toy_positions, read_table(folder, "toy_temperature")),
     }
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from pipeline import cells
 from pipeline.cli import run
+from pipeline.report import readme_part
+from pipeline.results import study_folder
 from pipeline.study import Params, load_params
 from specdec.errors import InputError
 
@@ -31,7 +33,7 @@ def main() -> int:
     code, ran = repro([*force, *arguments.dvc_args])
     if code != 0:
         return code
-    report = Path("plots") / params.study.name / "report.md"
+    report = study_folder(params.study.name) / "report.md"
     print(f"\n{report.read_text(encoding='utf-8').rstrip()}\n\n{provenance(study_cells(params), ran)}")
     update_readme(Path("README.md"), report)
     return 0
@@ -83,7 +85,7 @@ def provenance(cells_by_stage: dict[str, Path], ran: Iterable[str]) -> str:
 
 
 def update_readme(readme: Path, report: Path) -> None:
-    """Put the report between README.md's two markers, if it is the default study's and not there already.
+    """Put the report's part for it between README.md's two markers, if it is the default study's and not there already.
 
     Raises:
         InputError: there is no README, or it has not exactly one pair of markers.
@@ -94,7 +96,7 @@ def update_readme(readme: Path, report: Path) -> None:
     match = re.fullmatch(f"(.*{BEGIN}\n).*({END}.*)", old, flags=re.DOTALL)
     if match is None or old.count(BEGIN) != 1 or old.count(END) != 1:
         raise InputError(f"{readme} needs the lines {BEGIN} and {END}, once each and in this order, for the results.")
-    new = f"{match[1]}{report.read_text(encoding='utf-8').strip()}\n{match[2]}"
+    new = f"{match[1]}{readme_part(report.read_text(encoding='utf-8'))}\n{match[2]}"
     if new != old:
         cells.write_text(readme, new)
 

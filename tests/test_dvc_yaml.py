@@ -212,12 +212,12 @@ def test_git_keeps_every_result_and_dvc_may_reuse_every_measurement(resolved):
     assert all(out.persist for out in stages["hardware"].outs)
 
 
-def test_only_timed_cells_and_the_report_depend_on_the_machine(resolved):
+def test_only_timed_cells_depend_on_the_machine(resolved):
     _, stages = resolved
     machine = {
         name.split("@")[0] for name, stage in stages.items() if any("hardware.json" in str(dep) for dep in stage.deps)
     }
-    assert machine == {"toy_benchmark", "hf_benchmark", "report"}
+    assert machine == {"toy_benchmark", "hf_benchmark"}
     for stage in stages.values():
         for dep in stage.deps:
             if "hardware.json" in str(dep):
@@ -225,10 +225,13 @@ def test_only_timed_cells_and_the_report_depend_on_the_machine(resolved):
 
 
 def test_every_table_is_drawn_from_what_tables_writes():
-    """`plot` and `report` take all tables of `tables`, and the plots of `dvc plots show` name files that a stage writes."""
-    tables = [next(iter(out)) for out in STAGES["tables"]["outs"]]
-    for name in ("plot", "report"):
-        assert [dep for dep in STAGES[name]["deps"] if not dep.endswith(".py")] == tables
+    """`plot` and `report` declare the tables that they read, and the plots of `dvc plots show` name files that a stage writes."""
+    tables = {next(iter(out)) for out in STAGES["tables"]["outs"]}
+    declared = {name: {dep for dep in STAGES[name]["deps"] if not dep.endswith(".py")} for name in ("plot", "report")}
+    for name, deps in declared.items():
+        read = re.findall(r'read_table\(\w+, "(\w+)"\)', (ROOT / "pipeline" / f"{name}.py").read_text())
+        assert deps == {f"plots/${{study.name}}/{table}.csv" for table in read}
+    assert set().union(*declared.values()) == tables
     written = {next(iter(out)) for name in ("tables", "plot") for out in STAGES[name]["outs"]}
     for plot in YAML(typ="safe").load(ROOT / "dvc.yaml")["plots"]:
         files = [plot] if isinstance(plot, str) else [file for drawing in plot.values() for file in drawing["y"]]

@@ -26,6 +26,7 @@ from specdec import generate
 from specdec.drafters import Draft, ModelDrafter, PromptLookupDrafter
 from specdec.errors import InputError
 from specdec.generate import autoregressive_generate, speculative_generate
+from specdec.quantize import bfloat16_copy, int8_copy
 from specdec.sampling import to_probs
 
 PROMPT = torch.tensor([[1, 3, 2, 3]])
@@ -184,7 +185,8 @@ def test_plain_greedy_decoding_is_that_of_transformers(build):
 def test_speculative_greedy_text_is_the_plain_one_whatever_is_drafted(build, k):
     model, prompt = build(), prompt_of(6)
     expected = plain(model, 50, prompt)
-    for drafter in (model, nearby(model, 0.05), disagreeing(model), PromptLookupDrafter()):
+    copies = (model, nearby(model, 0.05), disagreeing(model), int8_copy(model), bfloat16_copy(model))
+    for drafter in (*copies, PromptLookupDrafter()):
         assert speculate(model, drafter, k, 50, prompt).new_tokens == expected.new_tokens
 
 

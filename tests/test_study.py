@@ -263,7 +263,7 @@ def test_readme_takes_the_embedded_results_and_no_others(tmp_path):
     reports = {}
     for study in ("embedded", "quick"):
         reports[study] = tmp_path / study / "report.md"
-        cells.write_text(reports[study], f"| {study} \\1 |\n")
+        cells.write_text(reports[study], f"# Title\n<!-- table:begin -->\n| {study} \\1 |\n<!-- table:end -->\nrest\n")
     text = "# Lab\n<!-- results:begin -->\nold\n<!-- results:end -->\nmore\n"
     readme.write_text(text)
     update_readme(readme, reports["quick"])
