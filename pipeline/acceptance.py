@@ -55,6 +55,8 @@ def acceptance_record(results: Sequence[PromptResult]) -> dict[str, Any]:
         "tested_per_position": pooled.tested_per_position,
         "per_prompt": [_raw(result) for result in results],
     }
+    for name in ("acceptance_per_position", "conditional_acceptance_per_position"):
+        record |= _position_intervals(name, results, len(record[name]))
     for name, (numerator, denominator) in _RATIOS.items():
         counts = [(getattr(r.stats, numerator), getattr(r.stats, denominator)) for r in results]
         record[name] = ratio_of_sums(counts)
@@ -62,11 +64,29 @@ def acceptance_record(results: Sequence[PromptResult]) -> dict[str, Any]:
     return record
 
 
+def _position_intervals(name: str, results: Sequence[PromptResult], positions: int) -> dict[str, list[float | None]]:
+    """The ends of the interval of each position's rate, over prompts."""
+    denominator = "proposed_per_position" if name == "acceptance_per_position" else "tested_per_position"
+    lows, highs = [], []
+    for j in range(positions):
+        counts = [(_at(r.stats.accepted_per_position, j), _at(getattr(r.stats, denominator), j)) for r in results]
+        low, high = bootstrap_interval(counts, ratio_of_sums)
+        lows.append(low)
+        highs.append(high)
+    return {f"{name}_lo": lows, f"{name}_hi": highs}
+
+
+def _at(counts: Sequence[int], position: int) -> int:
+    """A prompt whose rounds never reached the position has no count there."""
+    return counts[position] if position < len(counts) else 0
+
+
 def _raw(result: PromptResult) -> dict[str, Any]:
     rounds = result.stats.rounds
     return {
         "question_id": result.question_id,
         "category": result.category,
+        "per_round_drafted": [r.drafted for r in rounds],
         "per_round_proposed": [r.proposed for r in rounds],
         "per_round_accepted": [r.accepted for r in rounds],
         "per_round_emitted": [r.emitted for r in rounds],

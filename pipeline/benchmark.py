@@ -31,6 +31,7 @@ from specdec.models import count_parameters, random_prompt, resolve_device, reso
 from specdec.sampling import SamplingConfig
 
 TOY_PROMPTS = 12
+TOY_THREADS = 1  # on matrices this small a second thread costs more than it brings
 
 
 @dataclass(frozen=True)
@@ -42,22 +43,22 @@ class Bench:
     drafter: Drafter
     draft_parameters: int  # 0 where the text itself drafts
     prompts: list[TextPrompt]
-    eos_token_id: int | None
+    end_tokens: list[int]
 
 
 def main() -> None:
     args = parse_arguments()
     params = load_params()
     if args.cell:
-        torch.set_num_threads(cells.read_json(cells.HARDWARE)["fingerprint"]["threads"])
+        threads = cells.read_json(cells.HARDWARE)["fingerprint"]["threads"]
+        torch.set_num_threads(TOY_THREADS if args.backend == "toy" else threads)
         record = toy_cell(params) if args.backend == "toy" else hf_cell(params, args.pair, args.k)
     else:
-        if args.threads is not None:
-            torch.set_num_threads(args.threads)
+        torch.set_num_threads(args.threads or (TOY_THREADS if args.backend == "toy" else torch.get_num_threads()))
         record = alone(params, args)
+    print(render(record))
     if args.json is not None:
         cells.write_json(args.json, record)
-    print(render(record))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -82,10 +83,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cell", action="store_true", help="measure a cell of the study: settings from params.yaml")
     parser.add_argument("--pair", help="with --cell --backend hf: a pair of params.yaml")
     args = parser.parse_args()
-    for name in ("k", "max_new_tokens", "runs", "threads"):
+    for name, least in (("k", 1), ("max_new_tokens", 1), ("runs", 2), ("threads", 1), ("prompts_per_category", 1)):
         value = getattr(args, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} is {value}; allowed: integers of at least 1")
+        if value is not None and value < least:
+            parser.error(f"--{name.replace('_', '-')} is {value}; allowed: integers of at least {least}")
     if args.cell and args.backend == "hf" and args.pair is None:
         parser.error("--cell --backend hf needs --pair, a pair of params.yaml")
     return args
@@ -96,7 +97,7 @@ def toy_cell(params: Params) -> dict[str, Any]:
         params.toy.k_for_temperature,
         SamplingConfig(),
         params.toy.max_new_tokens,
-        None,
+        [],
         params.decoding.seed,
         params.toy.runs,
         params.timing.warmup,
@@ -115,7 +116,7 @@ def hf_cell(params: Params, pair_name: str, k: int) -> dict[str, Any]:
         k,
         sampling,
         params.study.max_new_tokens,
-        bench.eos_token_id,
+        bench.end_tokens,
         params.decoding.seed,
         params.timing.runs,
         params.timing.warmup,
@@ -132,7 +133,7 @@ def alone(params: Params, args: argparse.Namespace) -> dict[str, Any]:
         pair = Pair.model_construct(target=args.target, draft=args.draft)  # unlike in params.yaml, folders are allowed
         names = {"study": None, "pair": f"{args.target} + {args.draft}"}
         bench = hf_bench(names, pair, params, args.prompts_per_category, device, dtype)
-    setting = Setting(args.k, sampling, args.max_new_tokens, bench.eos_token_id, args.seed, args.runs, warmup=1)
+    setting = Setting(args.k, sampling, args.max_new_tokens, bench.end_tokens, args.seed, args.runs, warmup=1)
     return measure(args.backend, bench, setting)
 
 
@@ -143,7 +144,7 @@ def toy_bench(device: torch.device, dtype: torch.dtype, prompt_tokens: int, seed
         for i in range(TOY_PROMPTS)
     ]
     names = {"study": None, "pair": "toy", "target": "toy-target", "draft": "toy-draft"}
-    return Bench(names, target, ModelDrafter(draft), count_parameters(draft), prompts, None)
+    return Bench(names, target, ModelDrafter(draft), count_parameters(draft), prompts, [])
 
 
 def hf_bench(
@@ -153,7 +154,7 @@ def hf_bench(
     loaded = load_pair(pair, params.models, device=device, dtype=dtype)
     prompts = [TextPrompt(p.question_id, p.category, encode_prompt(loaded.tokenizer, p)) for p in chosen]
     names = {**names, "target": pair.target, "draft": pair.draft}
-    return Bench(names, loaded.target, loaded.drafter, loaded.draft_parameters, prompts, loaded.tokenizer.eos_token_id)
+    return Bench(names, loaded.target, loaded.drafter, loaded.draft_parameters, prompts, loaded.end_tokens)
 
 
 def measure(backend: str, bench: Bench, setting: Setting) -> dict[str, Any]:
@@ -174,6 +175,7 @@ def measure(backend: str, bench: Bench, setting: Setting) -> dict[str, Any]:
         "dtype": str(bench.target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "cpu": cells.cpu(),
+        "device_name": torch.cuda.get_device_name() if bench.target.device.type == "cuda" else bench.target.device.type,
         "torch": version("torch"),
         "transformers": version("transformers"),
         "target_parameters": count_parameters(bench.target),
@@ -224,7 +226,7 @@ def render(record: dict[str, Any]) -> str:
         ("predicted speed-up, tau / (kc + v)", number("predicted_speedup")),
         ("cost coefficient c, verify cost ratio v", f"{number('cost_coefficient')}, {number('verify_cost_ratio')}"),
         ("noise floor, plain against plain", interval("noise_floor")),
-        ("greedy output", record["identical"]),
+        ("greedy output against plain decoding", record["identical"]),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

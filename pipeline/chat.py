@@ -52,7 +52,7 @@ def main() -> None:
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
-        eos_token_id=loaded.tokenizer.eos_token_id,
+        eos_token_id=loaded.end_tokens,
         generator=torch.Generator().manual_seed(args.seed),
         on_round=printer.on_round,
     )

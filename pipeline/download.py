@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import torch
+
 from pipeline import cli
 from pipeline.cells import write_json
 from pipeline.study import RESERVED_DRAFTS, load_params, pair_spec
-from pipeline.weights import describe, ensure_model
+from pipeline.weights import describe, ensure_model, load_pair
 
 
 def main() -> None:
@@ -30,6 +32,9 @@ def main() -> None:
         else {"name": name, **describe(ensure_model(name, params.models[name]))}
         for role, name in (("target", pair.target), ("draft", pair.draft))
     }
+    if pair.draft not in RESERVED_DRAFTS:
+        # A draft that does not fit must stop here: DVC deletes the results of the cells behind before it runs them.
+        load_pair(pair, params.models, device=torch.device("cpu"), dtype=torch.float32)
     write_json(args.out, {"pair": args.pair, **manifest})
 
 

@@ -23,7 +23,7 @@ def decode_cost(runs: Sequence[TimedRun]) -> Cost:
 
 
 def end_to_end_cost(runs: Sequence[TimedRun]) -> Cost:
-    return median(run.prefill + run.decode for run in runs), runs[0].new_tokens
+    return median(run.end_to_end for run in runs), runs[0].new_tokens
 
 
 def speed_record(prompts: Sequence[PromptRuns]) -> dict[str, Any]:
@@ -59,8 +59,8 @@ def prediction_record(
 ) -> dict[str, Any]:
     """The predicted speed-up τ / (kc + v), and what separates the measured one from Leviathan's ideal.
 
-    measured / ideal = (i.i.d. violation) × (verify cost) × (overhead), each factor measured. k varies from round to round, so kc
-    and v are means over rounds.
+    measured / ideal = (i.i.d. violation) × (verify cost) × (overhead): the first two from measured τ, α, c and v, the last is
+    what remains. k varies from round to round, so kc and v are means over rounds.
 
     Args:
         drafted: tokens drafted in each round.

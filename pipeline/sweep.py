@@ -56,7 +56,7 @@ def measure(params: Params, pair_name: str, k: int, temperature: float) -> dict[
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
-            eos_token_id=loaded.tokenizer.eos_token_id,
+            eos_token_id=loaded.end_tokens,
             generator=prompt_generator(params.decoding.seed, prompt.question_id),
         )
         results.append(PromptResult(prompt.question_id, prompt.category, result.stats))

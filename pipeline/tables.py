@@ -17,7 +17,7 @@ from pipeline.cli import run
 from pipeline.results import study_folder, write_table
 from pipeline.study import Params, load_params
 from specdec.errors import InputError
-from specdec.theory import expected_tokens_per_round
+from specdec.theory import iid_acceptance_length
 
 Record = dict[str, Any]
 
@@ -98,14 +98,15 @@ def _read(paths: Sequence[Path], needed: Sequence[str]) -> list[Record]:
 
 
 def _with_geometric_form(records: list[Record]) -> list[Record]:
-    """Add (1 − α^(k+1)) / (1 − α) with the α of k = 1, where no token but the first is drafted, and τ's distance from it.
+    """Add the mean over rounds of (1 − α^(k_r+1)) / (1 − α), with the α of the cell k = 1, and τ's distance from it.
 
-    Undefined, and so left empty, where the toy sweep has no k = 1.
+    The last round of a text has a smaller k_r, and counts with it. Left empty where the toy sweep has no k = 1.
     """
     alpha = next((record["alpha"] for record in records if record["k"] == 1), None)
     rows = []
     for record in records:
-        geometric = None if alpha is None else expected_tokens_per_round(alpha, record["k"])
+        drafted = [n for prompt in record["per_prompt"] for n in prompt["per_round_drafted"]]
+        geometric = None if alpha is None else iid_acceptance_length(alpha, drafted)
         tau = record["mean_acceptance_length"]
         difference = None if geometric is None or tau is None else tau - geometric
         rows.append({**record, "geometric_tokens_per_round": geometric, "difference": difference})

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from pipeline.acceptance import PromptResult, acceptance_record, prompt_generator
 from pipeline.figures import prediction_record, speed_record
@@ -41,7 +41,7 @@ class Setting:
     k: int
     sampling: SamplingConfig
     max_new_tokens: int
-    eos_token_id: int | None
+    end_tokens: list[int]
     seed: int
     runs: int
     warmup: int
@@ -107,7 +107,7 @@ def own_method(target: PreTrainedModel, drafter: Drafter | None, setting: Settin
             "temperature": setting.sampling.temperature,
             "top_k": setting.sampling.top_k,
             "top_p": setting.sampling.top_p,
-            "eos_token_id": setting.eos_token_id,
+            "eos_token_id": setting.end_tokens,
             "generator": prompt_generator(setting.seed, prompt.question_id),
         }
         result, run = time_generation(
@@ -131,38 +131,36 @@ def hugging_face_method(target: Any, setting: Setting) -> Method:
     options: dict[str, Any] = {"do_sample": not sampling.is_greedy, "max_new_tokens": setting.max_new_tokens}
     if not sampling.is_greedy:
         options |= {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0}
-    options |= {"eos_token_id": setting.eos_token_id, "pad_token_id": setting.eos_token_id or 0}
+    options |= {"eos_token_id": setting.end_tokens or None, "pad_token_id": (setting.end_tokens or [0])[0]}
 
     def method(prompt: TextPrompt) -> Outcome:
         ids = prompt.input_ids.to(target.device)
-        clock = _FirstTokenClock(target.device)
+        clock = _PromptClock(target.device)
         with torch.random.fork_rng():  # `generate` draws from the global generator
             torch.manual_seed(setting.seed)
             start = now(target.device)
-            sequences = target.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **options)
+            sequences = target.generate(
+                ids, attention_mask=torch.ones_like(ids), logits_processor=LogitsProcessorList([clock]), **options
+            )
             end = now(target.device)
         new_tokens = tuple(sequences[0, ids.shape[1] :].tolist())
-        run = TimedRun(clock.first_token - start, end - clock.first_token, len(new_tokens) - 1, len(new_tokens))
+        run = TimedRun(clock.prompt_read - start, end - clock.prompt_read, len(new_tokens) - 1, len(new_tokens))
         return Outcome(new_tokens, AcceptanceStats(), run)
 
     return method
 
 
-class _FirstTokenClock:
-    """A Hugging Face streamer that notes when the first new token arrives: the end of the prompt's pass."""
+class _PromptClock(LogitsProcessor):
+    """Notes when the prompt's pass ended: at its first call, before the first token is chosen. It changes no logits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._puts = 0
-        self.first_token = 0.0
+        self.prompt_read = 0.0
 
-    def put(self, value: Tensor) -> None:
-        self._puts += 1
-        if self._puts == 2:  # the first is the prompt
-            self.first_token = now(self._device)
-
-    def end(self) -> None:
-        pass
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if not self.prompt_read:
+            self.prompt_read = now(self._device)
+        return scores
 
 
 def identity_record(
@@ -191,12 +189,18 @@ def identity_record(
                 f"{report.first_divergence} with a logit gap of {report.top2_gap}; allowed in float32: less than {TIE_GAP}"
             )
     matching, ties = sum(r.matches for r in reports), sum(r.is_tie for r in reports)
+    hf_matching = sum(o["hf"][0].new_tokens == o["ar"][0].new_tokens for o in outcomes)
     return {
         "identical": _verdict(len(reports), matching, ties),
         "identical_prompts": matching,
         "ties": ties,
         "first_divergences": [r.first_divergence for r in reports],
         "divergence_gaps": [r.top2_gap for r in reports],
+        # None when sampling: Hugging Face's draws are others, and each run of a method repeats its own
+        "hf_identical_prompts": hf_matching if setting.sampling.is_greedy else None,
+        "unrepeatable_runs": sum(
+            o.new_tokens != runs[0].new_tokens for p in outcomes for runs in p.values() for o in runs
+        ),
     }
 
 
@@ -221,7 +225,7 @@ def measure_costs(
         steps["draft"] = cached_step(drafter.model, context, 1)
     else:
         chooser = GeneratorChooser(torch.Generator().manual_seed(0))
-        steps["draft"] = lambda: drafter.propose(context, most_rows, chooser)
+        steps["draft"] = lambda: drafter.propose(context, max(1, most_rows - 1), chooser)
     seconds = forward_seconds(steps, target.device, COST_RUNS)
     draft = seconds.pop("draft")
     return draft, {int(n): value for n, value in seconds.items()}

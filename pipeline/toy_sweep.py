@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the cell's JSON file")
     args = parser.parse_args()
     params = load_params()
+    torch.set_num_threads(1)  # on matrices this small a second thread costs more than it brings
     if args.k is not None:
         record = measure(params, args.k, 0.0)
     else:
@@ -46,17 +47,16 @@ def measure(params: Params, k: int, temperature: float) -> dict[str, Any]:
     drafter = ModelDrafter(draft)
     results: list[PromptResult] = []
     agreements: list[bool] = []
-    names = [
-        f"seed {params.decoding.seed + s} prompt {i}" for s in range(params.toy.seeds) for i in range(PROMPTS_PER_SEED)
-    ]
-    for name in tqdm(names, desc=f"toy k={k} T={temperature}", unit="prompt"):
-        generator = prompt_generator(params.decoding.seed, name)
+    first = params.decoding.seed
+    draws = [(seed, i) for seed in range(first, first + params.toy.seeds) for i in range(PROMPTS_PER_SEED)]
+    for seed, i in tqdm(draws, desc=f"toy k={k} T={temperature}", unit="prompt"):
+        generator = prompt_generator(seed, i)
         prompt = random_prompt(target, params.toy.prompt_tokens, generator)
         tokens = params.toy.max_new_tokens
         result = speculative_generate(
             target, prompt, drafter=drafter, k=k, max_new_tokens=tokens, temperature=temperature, generator=generator
         )
-        results.append(PromptResult(name, "toy", result.stats))
+        results.append(PromptResult(f"{seed}/{i}", "toy", result.stats))
         greedy = autoregressive_generate(target, prompt, max_new_tokens=tokens) if temperature > 0 else result
         agreements += argmax_agreement(target, draft, greedy.sequences, prompt.shape[1])
     return {

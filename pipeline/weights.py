@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 from gguf import GGUFReader
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -33,9 +33,10 @@ from transformers import (
 
 from pipeline.cells import read_json, write_json
 from pipeline.study import LocalModel, ModelSpec, Pair, WheelModel
+from specdec.cache import context_length
 from specdec.drafters import Drafter, ModelDrafter, PromptLookupDrafter
 from specdec.errors import InputError
-from specdec.models import check_pair, context_length, count_parameters, load_model, quiet_transformers, vocabulary_size
+from specdec.models import check_pair, count_parameters, load_model, quiet_transformers, vocabulary_size
 from specdec.quantize import bfloat16_copy, int8_copy
 
 MODELS_DIR = Path("models")
@@ -53,11 +54,9 @@ class LoadedPair:
 
     target: PreTrainedModel
     drafter: Drafter
-    draft_model: PreTrainedModel | None  # None where the text itself drafts
     draft_parameters: int  # counted before quantisation packs them; 0 without a model
     tokenizer: PreTrainedTokenizerBase
-    target_name: str
-    draft_name: str
+    end_tokens: list[int]
 
 
 def load_pair(
@@ -80,21 +79,30 @@ def load_pair(
     path = ensure_model(pair.target, resolve_model(pair.target, models), models_dir)
     target, tokenizer = load_model(path, dtype=dtype, device=device), load_tokenizer(path)
     parameters = count_parameters(target)
-    draft: PreTrainedModel | None
+    drafter: Drafter
     match pair.draft:
         case "lookup":
-            draft, parameters = None, 0
+            drafter, parameters = PromptLookupDrafter(), 0
         case "int8":
-            draft = int8_copy(target)
+            drafter = ModelDrafter(int8_copy(target))
         case "bf16":
-            draft = bfloat16_copy(target)
+            drafter = ModelDrafter(bfloat16_copy(target))
         case name:
             path = ensure_model(name, resolve_model(name, models), models_dir)
             draft = load_model(path, dtype=dtype, device=device)
             check_pair(target, draft, tokenizer, load_tokenizer(path))
-            parameters = count_parameters(draft)
-    drafter = PromptLookupDrafter() if draft is None else ModelDrafter(draft)
-    return LoadedPair(target, drafter, draft, parameters, tokenizer, pair.target, pair.draft)
+            drafter, parameters = ModelDrafter(draft), count_parameters(draft)
+    return LoadedPair(target, drafter, parameters, tokenizer, end_tokens(target, tokenizer))
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end a text: by the model's generation settings (instruct models list several), else by the tokenizer."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    if configured is None:
+        configured = tokenizer.eos_token_id
+    if configured is None:
+        return []
+    return [configured] if isinstance(configured, int) else list(configured)
 
 
 def resolve_model(name_or_path: str, models: Mapping[str, ModelSpec]) -> ModelSpec:
@@ -258,9 +266,12 @@ def _convert(gguf: Path, folder: Path) -> None:
     # The two speak of the file, not of the weights as they are now; with them save_pretrained refuses.
     del model.config.quantization_config
     model.hf_quantizer = None
-    with quiet_transformers():
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    try:
+        with quiet_transformers():
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"The float32 weights of {gguf.name} cannot be written: {_first_line(error)}.") from None
     for config in ("config.json", "generation_config.json"):  # equal weights give equal files under any transformers
         content = json.loads((folder / config).read_text(encoding="utf-8"))
         content.pop("transformers_version", None)

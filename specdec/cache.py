@@ -28,7 +28,8 @@ class CachedModel:
     Invariant: the cache holds one entry per token fed and not rolled back, `length` of them.
 
     Raises:
-        InputError: the model is in training mode (dropout), or its cache has layers that cannot be rolled back.
+        InputError: the model is in training mode (dropout), its cache has layers that cannot be rolled back, or (at the first
+            forward) it does not use the cache.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -56,11 +57,17 @@ class CachedModel:
         keep = len(tokens) if keep is None else keep
         output = self.model(tokens[None].to(self.model.device), cache=self._cache, use_cache=True, logits_to_keep=keep)
         self.length += len(tokens)
+        if self._cache.get_seq_length() != self.length:
+            raise InputError(
+                f"{type(self.model).__name__} does not keep its past in the cache that it is given; "
+                "allowed: models that use transformers' Cache"
+            )
         return output.logits[0]
 
     def rollback(self, length: int) -> None:
         """Forget all but the first `length` tokens fed. Call it once a round: it also trims sliding windows to size."""
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot roll a cache of {self.length} tokens back to {length}")
-        self._cache.crop(length - self.length)
+        if self.length > 0:  # a cache that was never fed has nothing to crop
+            self._cache.crop(length - self.length)
         self.length = length

@@ -55,7 +55,6 @@ class ModelDrafter:
         self._cached = CachedModel(self.model)
         if len(prompt) > 1 and self._cached.room >= len(prompt):
             self._cached.forward(prompt[:-1], keep=1)
-            self._cached.rollback(self._cached.length)
 
     def propose(self, context: Tensor, max_tokens: int, chooser: Chooser) -> Draft:
         tokens: list[int] = []
@@ -82,8 +81,8 @@ class PromptLookupDrafter:
     """
 
     def __init__(self, max_ngram: int = 3) -> None:
-        if max_ngram < 1:
-            raise InputError(f"max_ngram is {max_ngram}; allowed: an integer of at least 1")
+        if not isinstance(max_ngram, int) or isinstance(max_ngram, bool) or max_ngram < 1:
+            raise InputError(f"max_ngram is {max_ngram!r}; allowed: an integer of at least 1")
         self.max_ngram = max_ngram
 
     def begin(self, prompt: Tensor, sampling: SamplingConfig) -> None:

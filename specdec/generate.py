@@ -131,17 +131,15 @@ def speculative_generate(
     length, last = len(prompt), len(text)
     rounds: list[Round] = []
     finish_reason: Literal["eos", "length"] = "length"
+
+    # 1. Feed the prompt but for its last token, the first anchor. Models that cannot be used are refused before anything streams.
+    cached = CachedModel(target)
+    if drafter is not None and k > 0 and max_new_tokens > 0:
+        drafter.begin(prompt, sampling)
     if streamer is not None:
         streamer.put(input_ids.cpu())
-
-    # 1. Feed the prompt but for its last token, the first anchor.
-    cached = CachedModel(target)
-    if max_new_tokens > 0:
-        if length > 1:
-            cached.forward(prompt[:-1], keep=1)
-            cached.rollback(length - 1)
-        if k > 0 and drafter is not None:
-            drafter.begin(prompt, sampling)
+    if length > 1 and max_new_tokens > 0:
+        cached.forward(prompt[:-1], keep=1)
     if on_prefill is not None:
         on_prefill()
 
@@ -176,16 +174,18 @@ def speculative_generate(
 
 
 def _emit(draft: Draft, verdict: Verdict, end_tokens: frozenset[int]) -> RoundTokens:
-    """The tokens of one round. An accepted end token voids what stands behind it, in the text and in the statistics."""
+    """The tokens of one round. What the draft holds behind an end token could never be emitted, so it counts as not proposed."""
     accepted_kind: TokenKind = "accepted"
     last_kind: TokenKind = "bonus" if verdict.is_bonus else "corrected"
     tokens = (*draft.tokens[: verdict.accepted], verdict.token)
     kinds = (*[accepted_kind] * verdict.accepted, last_kind)
     drafted = len(draft.tokens)
-    for n, token in enumerate(tokens[: verdict.accepted], start=1):
-        if token in end_tokens:
-            return RoundTokens(tokens[:n], kinds[:n], Round(drafted, n, n, n, verdict.overlaps[:n]))
-    return RoundTokens(tokens, kinds, Round(drafted, drafted, verdict.accepted, len(tokens), verdict.overlaps))
+    end = next((n for n, token in enumerate(draft.tokens, start=1) if token in end_tokens), None)
+    if end is not None and verdict.accepted >= end:
+        tokens, kinds = tokens[:end], kinds[:end]
+    proposed = drafted if end is None else end
+    accepted = min(verdict.accepted, proposed)
+    return RoundTokens(tokens, kinds, Round(drafted, proposed, accepted, len(tokens), verdict.overlaps[:proposed]))
 
 
 def _check_request(
@@ -213,4 +213,5 @@ def _check_request(
 def _end_tokens(eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
     if eos_token_id is None:
         return frozenset()
-    return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
+    many = eos_token_id if isinstance(eos_token_id, Iterable) else [eos_token_id]
+    return frozenset(int(token) for token in many)

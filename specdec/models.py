@@ -24,7 +24,6 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from specdec.cache import context_length as context_length
 from specdec.errors import InputError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

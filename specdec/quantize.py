@@ -30,15 +30,18 @@ class Int8Linear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         weight = weight.detach().float()
-        scales = weight.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
-        self.register_buffer("weight", (weight / scales[:, None]).round().to(torch.int8).contiguous())
-        self.register_buffer("scales", scales.to(torch.bfloat16))
+        # Rounded against the scale as it is stored, so that the error stays within half a step.
+        scales = (weight.abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
+        steps = (weight / scales.float()[:, None]).round().clamp(-127, 127)
+        self.register_buffer("weight", steps.to(torch.int8).contiguous())
+        self.register_buffer("scales", scales)
         self.register_buffer("bias", None if bias is None else bias.detach().to(torch.bfloat16))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: shape (..., in), bfloat16; returns shape (..., out)."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        if x.device.type == "cpu":
+        # The kernel reads past the end of rows whose length is not a multiple of 16 (torch 2.13).
+        if x.device.type == "cpu" and rows.shape[1] % 16 == 0:
             y = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scales)
         else:
             y = (rows @ self.weight.to(x.dtype).T) * self.scales

@@ -17,7 +17,7 @@ class Round:
 
     Args:
         drafted: tokens that the drafter produced, the work done.
-        proposed: those of them that could still be emitted: all, unless an accepted end token made the rest void.
+        proposed: those of them that could be emitted: all, or those up to and including the first end token.
         accepted: emitted draft tokens.
         emitted: accepted, and the corrected or bonus token if there was one.
         overlaps: Σ min(p, q) for each tested position.

@@ -43,8 +43,7 @@ def optimal_k(alpha: float, c: float, v: Sequence[float] | None = None, *, max_k
     limit = max_k if v is None else len(v) - 1
     costs = [1.0] * (limit + 1) if v is None else v
     factors = [predicted_speedup(expected_tokens_per_round(alpha, k), k, c, costs[k]) for k in range(limit + 1)]
-    best = max(range(limit + 1), key=lambda k: factors[k])  # the smallest among equals
-    return best if factors[best] > 1 else 0
+    return max(range(limit + 1), key=lambda k: factors[k])  # the smallest among equals, so 0 where none gains
 
 
 def break_even_alpha(k: int, c: float, v: float = 1.0) -> float | None:

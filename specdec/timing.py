@@ -79,11 +79,14 @@ def forward_seconds(steps: Mapping[str, Callable[[], object]], device: torch.dev
 
 
 def cached_step(model: PreTrainedModel, context: Tensor, n: int) -> Callable[[], object]:
-    """A step that feeds n tokens behind `context`, shape (T,), T > n, already in the cache, and rolls them back: T(n)."""
+    """A step that feeds n tokens behind `context`, shape (T,), already in the cache, and rolls them back: T(n).
+
+    Of a text that is too long for the model its end is taken.
+    """
     cached = CachedModel(model)
+    context = context[-min(len(context), cached.room - n) :]
     cached.forward(context, keep=1)
-    cached.rollback(len(context))
-    tokens = context[:n]
+    tokens = context.repeat(-(-n // len(context)))[:n]
 
     def step() -> object:
         logits = cached.forward(tokens).cpu()

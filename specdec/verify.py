@@ -75,7 +75,7 @@ def verify_tokens(draft_tokens: Sequence[int], p: Tensor, q: Tensor | None, choo
             raise ValueError(
                 f"draft token {token} at position {j} has probability {q_x} under the law it was drawn from"
             )
-        overlaps.append(p_x if q is None else float(overlap(p_j, q_j)))
+        overlaps.append(p_x if q is None else min(1.0, float(overlap(p_j, q_j))))  # a sum in float32 may pass 1
         if not chooser.bernoulli(min(1.0, p_x / q_x)):
             return Verdict(j, chooser.categorical(residual(p_j, q_j)), False, tuple(overlaps))
     return Verdict(k, chooser.categorical(p[k]), True, tuple(overlaps))

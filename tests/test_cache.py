@@ -5,6 +5,8 @@ import torch
 from stand_ins import ScriptedModel, random_table, tiny_gpt2, tiny_llama, tiny_mistral
 from transformers import (
     BloomConfig,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     JambaConfig,
     JambaForCausalLM,
     MambaConfig,
@@ -86,13 +88,27 @@ def mamba():
     return MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, state_size=4)).eval()
 
 
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
 def jamba():
-    """A hybrid: most layers are recurrent, some attend."""
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return JambaForCausalLM(JambaConfig(vocab_size=40, num_hidden_layers=8, num_experts=2, **sizes)).eval()
+    """A hybrid of layers: most are recurrent, some attend."""
+    return JambaForCausalLM(JambaConfig(num_hidden_layers=8, num_experts=2, **SIZES)).eval()
 
 
-@pytest.mark.parametrize("build", [mamba, jamba])
+def falcon_h1():
+    """A hybrid in every layer, whose cache is an attention cache by inheritance."""
+    recurrent = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4}
+    return FalconH1ForCausalLM(FalconH1Config(num_hidden_layers=2, **SIZES, **recurrent)).eval()
+
+
+@pytest.mark.parametrize("build", [mamba, jamba, falcon_h1])
 def test_a_recurrent_model_is_refused_by_name_of_its_cache(build):
     model = build()
     with pytest.raises(InputError, match=rf"{type(model).__name__} keeps a LinearAttention\w+ in its cache"):

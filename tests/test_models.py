@@ -10,10 +10,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from specdec.cache import context_length
 from specdec.errors import InputError
 from specdec.models import (
     check_pair,
-    context_length,
     count_parameters,
     load_model,
     random_prompt,

@@ -73,6 +73,11 @@ def test_top_p_keeps_the_token_that_crosses_the_limit():
     assert one_token.tolist() == [0, 1, 0, 0]
 
 
+def test_top_p_keeps_no_token_more_where_the_mass_is_reached_exactly():
+    for top_p, kept in ((0.25, 1), (0.5, 2), (0.75, 3), (0.76, 4), (1.0, 4)):
+        assert int((to_probs(torch.zeros(4), SamplingConfig(1.0, top_p=top_p)) > 0).sum()) == kept
+
+
 def test_top_p_counts_the_mass_that_top_k_left():
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     probs = to_probs(logits, SamplingConfig(1.0, top_k=2, top_p=0.5))  # after top-k the first holds 0.57

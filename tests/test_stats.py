@@ -108,10 +108,13 @@ def test_the_interval_is_deterministic_and_changes_with_the_seed():
     assert bootstrap_interval(units, ratio_of_sums, seed=3) != bootstrap_interval(units, ratio_of_sums, seed=4)
 
 
-def test_a_higher_level_gives_a_wider_interval():
-    units = prompts_with_rates(2, 20)
-    inner, outer = (bootstrap_interval(units, ratio_of_sums, level=level) for level in (0.5, 0.99))
-    assert outer[0] < inner[0] < inner[1] < outer[1]
+@pytest.mark.parametrize(("level", "deviations"), [(0.95, 1.960), (0.5, 0.674)])
+def test_of_a_simple_proportion_the_interval_is_the_textbook_one(level, deviations):
+    units = [(float(i % 10 < 3), 1.0) for i in range(200)]
+    error = (0.3 * 0.7 / 200) ** 0.5
+    low, high = bootstrap_interval(units, ratio_of_sums, level=level)
+    assert (0.3 - low) / error == pytest.approx(deviations, abs=0.2)
+    assert (high - 0.3) / error == pytest.approx(deviations, abs=0.2)
 
 
 def test_the_interval_covers_the_true_rate_about_as_often_as_it_says():
