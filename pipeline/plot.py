@@ -101,7 +101,7 @@ def acceptance_per_position(positions: pd.DataFrame, by_k: pd.DataFrame) -> Figu
     positions = positions[positions["k"] == k]
     alphas = by_k[by_k["k"] == k].set_index("pair")["alpha"]
     looks = pair_looks(by_k["pair"])
-    for pair, part in _by_pair(positions, "position"):
+    for pair, part in _by_pair(positions, "position", panels=2):
         left.plot(part["x"], alphas[pair] ** part["position"], **_dashed(looks[pair]))
         right.plot(part["x"], [alphas[pair]] * len(part), **_dashed(looks[pair]))
         _rates(left, part, "acceptance_per_position", "proposed", looks[pair])
@@ -112,7 +112,7 @@ def acceptance_per_position(positions: pd.DataFrame, by_k: pd.DataFrame) -> Figu
     left.set_ylabel("share accepted of all proposed")
     right.set_ylabel("share accepted where the one before was")
     hollow = _line(f"from under {FEW_TESTS} tokens", "", marker="o", markerfacecolor="white")
-    legend(figure, looks, [_line("measured"), _line("predicted: i.i.d. acceptance", "--"), hollow])
+    legend(figure, looks, [_measured(by_k), _line("predicted: i.i.d. acceptance", "--"), hollow])
     return figure
 
 
@@ -188,8 +188,8 @@ def _toy_positions(
     for alpha in by_k.loc[by_k["k"] == 1, "alpha"]:
         ax.plot(part["x"], alpha ** part["x"], **dashed)
         ax.plot(part["x"], [alpha] * len(part), **dashed)
-    _rates(ax, part, "acceptance_per_position", "proposed", look)
-    _rates(ax, part, "conditional_acceptance_per_position", "tested", conditional)
+    _rates(ax, part.assign(x=part["x"] - 0.06), "acceptance_per_position", "proposed", look)
+    _rates(ax, part.assign(x=part["x"] + 0.06), "conditional_acceptance_per_position", "tested", conditional)
     ax.set(title="(b)", xlabel=f"position in the round (k = {k})", ylabel="share accepted", ylim=(-0.03, 1.03))
     _ticks(ax, part["position"])
 
@@ -205,7 +205,7 @@ def _toy_temperature(ax: Axes, by_temperature: pd.DataFrame, look: Look) -> None
 
 def measured(ax: Axes, part: pd.DataFrame, column: str, look: Look) -> None:
     """A line over column x, with a bar for each interval that there is."""
-    ax.errorbar(part["x"], part[column], yerr=_errors(part, column), capsize=3, **look)
+    ax.errorbar(part["x"], part[column], yerr=_errors(part, column), capsize=2.5, elinewidth=1.1, **look)
 
 
 def legend(figure: Figure, looks: dict[str, Look], styles: Sequence[Line2D]) -> None:
@@ -223,18 +223,18 @@ def pair_looks(pairs: Iterable[str]) -> dict[str, Look]:
     return {pair: {"color": next(colours), "marker": next(markers)} for pair in dict.fromkeys(pairs)}
 
 
-def _by_pair(table: pd.DataFrame, axis: str) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Each pair's rows with column x: `axis`, moved a little from pair to pair lest bars hide each other."""
+def _by_pair(table: pd.DataFrame, axis: str, panels: int = 1) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Each pair's rows with column x: `axis`, moved from pair to pair by a marker's width lest they hide each other."""
     names = list(dict.fromkeys(table["pair"]))
-    step = 0.008 * (table[axis].max() - table[axis].min())
+    step = 0.012 * panels * (table[axis].max() - table[axis].min())
     for index, name in enumerate(names):
         part = table[table["pair"] == name]
         yield name, part.assign(x=part[axis] + step * (index - (len(names) - 1) / 2))
 
 
 def _rates(ax: Axes, part: pd.DataFrame, column: str, tokens: str, look: Look) -> None:
-    """A line whose markers are hollow where few tokens stand behind the rate."""
-    ax.plot(part["x"], part[column], **look)
+    """A line with intervals, whose markers are hollow where few tokens stand behind the rate."""
+    measured(ax, part, column, look)
     few = part[part[tokens] < FEW_TESTS]
     ax.plot(few["x"], few[column], **look | {"linestyle": "", "markerfacecolor": "white", "zorder": 3})
 

@@ -36,10 +36,13 @@ ATTRIBUTION = (
     "assumptions make of it, the third is everything else. c = T_draft(1) / T_target(1), v = T_target(k+1) / T_target(1)."
 )
 BASELINES = (
-    "Noise is our own plain decoding timed against itself: as far as it lies from 1, any ratio here may lie from the truth. End "
-    "to end includes the pass over the prompt."
+    "Noise is our own plain decoding timed against itself: as far as the ends of its interval lie from 1, any ratio here may lie "
+    "from the truth, so that only one that lies farther from 1 is called faster or slower. End "
+    "to end includes the pass over the prompt. HF output equal: prompts whose greedy output from HF generate is that of our own "
+    "plain decoding."
 )
 TOY = "Tiny random models, to check the loop and the theory; their speed says nothing about real ones."
+GEOMETRIC = "mean over rounds of (1 − α^(k_r+1)) / (1 − α), α of k = 1"
 
 
 def main() -> None:
@@ -65,7 +68,7 @@ def report(study: str, folder: Path) -> str:
         *("## Toy pair", TOY, header(toy_benchmark), results(toy_benchmark), verdicts(toy_benchmark)),
         "### What the toy sweep shows beside the original's findings",
         toy_findings(toy_k, read_table(folder, "toy_acceptance_per_position"), toy_temperature),
-        *("### Toy pair against k", sweep(toy_k, K, ("τ geometric, α of k = 1", number("geometric_tokens_per_round")))),
+        *("### Toy pair against k", sweep(toy_k, K, (GEOMETRIC, number("geometric_tokens_per_round")))),
         *("### Toy pair against temperature", sweep(toy_temperature, T)),
     ]
     return "\n\n".join(blocks) + "\n"
@@ -91,11 +94,18 @@ def header(benchmark: pd.DataFrame) -> str:
         return " / ".join(str(value) for value in benchmark[column].dropna().unique()) or UNKNOWN
 
     decoding = " / ".join(dict.fromkeys(decoding_words(row) for row in _rows(benchmark)))
+    devices = " / ".join(dict.fromkeys(device_words(row) for row in _rows(benchmark)))
     return (
-        f"CPU {all_of('cpu')}, {all_of('threads')} threads, device {all_of('device')}, {all_of('dtype')}; "
+        f"CPU {all_of('cpu')}, {all_of('threads')} threads, device {devices}, {all_of('dtype')}; "
         f"torch {all_of('torch')}, transformers {all_of('transformers')}. {decoding}, {all_of('prompts')} prompts × "
         f"{all_of('max_new_tokens')} tokens, median of {all_of('runs')} interleaved runs."
     )
+
+
+def device_words(row: Row) -> str:
+    """The kind of device, and which one it was where its name says more."""
+    kind, name = words("device")(row), row["device_name"]
+    return kind if name == kind or not _known(name) else f"{kind} ({name})"
 
 
 def decoding_words(row: Row) -> str:
@@ -137,21 +147,43 @@ def verdict(row: Row) -> str:
     else:
         over_own = comparison(row, "speedup", "own plain decoding")
         comparisons = f"{over_own}; {comparison(row, 'speedup_over_fastest', f'the fastest baseline, {fastest}')}"
-    return f"`{row['pair']}`, k = {row['k']}: {comparisons}. Measured / predicted = {number('overhead_factor')(row)}."
+    line = f"`{row['pair']}`, k = {row['k']}: {comparisons}. Measured / predicted = {number('overhead_factor')(row)}."
+    return f"{line}{repeatability(row)}"
+
+
+def repeatability(row: Row) -> str:
+    """A sentence where runs with the same seed gave different tokens, or nothing."""
+    runs = row["unrepeatable_runs"]
+    if not _known(runs) or runs == 0:
+        return ""
+    count = f"{runs:.0f} timed {'run' if runs == 1 else 'runs'}"
+    return f" Not repeatable: {count} gave other tokens than the first of the same kind."
 
 
 def comparison(row: Row, key: str, baseline: str) -> str:
-    """One speed-up in words; faster or slower is said only where the interval leaves out 1."""
+    """One speed-up in words; faster or slower is said only where the interval leaves out 1 and noise does not reach as far."""
     value, low, high = row[key], row[f"{key}_lo"], row[f"{key}_hi"]
+    noise = noise_distance(row)
     if not _known(value):
         return f"not compared with {baseline}"
     if not _known(low):
         conclusion = "too few prompts for an interval"
     elif low <= 1 <= high:
         conclusion = "not distinguishable from 1"
+    elif noise is None:
+        conclusion = "the noise of this run is unknown"
+    elif abs(value - 1) <= noise:
+        conclusion = "within the noise of this run"
     else:
         conclusion = "faster" if value > 1 else "slower"
     return f"{interval(key)(row)} times the speed of {baseline}: {conclusion}"
+
+
+def noise_distance(row: Row) -> float | None:
+    """How far from 1 plain decoding against itself may lie: the farther end of its interval, or the value without one."""
+    ends = [row[f"noise_floor{end}"] for end in ("_lo", "_hi")]
+    known = [end for end in (ends if all(map(_known, ends)) else [row["noise_floor"]]) if _known(end)]
+    return max((abs(end - 1) for end in known), default=None)
 
 
 def attribution(benchmark: pd.DataFrame) -> str:
@@ -175,11 +207,18 @@ def baselines(benchmark: pd.DataFrame) -> str:
         ("k", number("k", 0)),
         ("noise", interval("noise_floor", 3)),
         ("plain over HF generate", interval("ar_over_hf")),
+        ("HF output equal", hf_equal),
         ("fastest baseline", words("fastest_baseline")),
         ("speed-up end to end", interval("speedup_end_to_end")),
         ("peak memory, GiB", lambda row: number("gib")({"gib": row["peak_memory_bytes"] / 2**30})),
     ]
     return markdown(benchmark, columns)
+
+
+def hf_equal(row: Row) -> str:
+    """Sampled outputs are not compared: Hugging Face draws other tokens."""
+    count, prompts = (number(key, 0)(row) for key in ("hf_identical_prompts", "prompts"))
+    return UNKNOWN if count == UNKNOWN else f"{count} of {prompts}"
 
 
 def sweep(table: pd.DataFrame, axis: Column, *more: Column) -> str:
@@ -205,7 +244,7 @@ def toy_findings(by_k: pd.DataFrame, positions: pd.DataFrame, by_temperature: pd
     coldest, hottest = ordered.iloc[0], ordered.iloc[-1]
     here_and_original = [
         (
-            "τ against (1 − α^(k+1)) / (1 − α), α of k = 1",
+            f"τ against the {GEOMETRIC}; k_r, drafted in round r, is smaller in last rounds",
             geometric_finding(by_k),
             "at most 0.35 token apart for k = 1..8",
         ),

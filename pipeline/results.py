@@ -10,7 +10,7 @@ from pipeline import cells
 from specdec.errors import InputError
 
 TEXT_COLUMNS = (
-    *("study", "pair", "target", "draft", "backend", "cpu", "device", "dtype", "torch", "transformers"),
+    *("study", "pair", "target", "draft", "backend", "cpu", "device", "device_name", "dtype", "torch", "transformers"),
     *("fastest_baseline", "identical"),
 )
 

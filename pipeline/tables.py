@@ -34,17 +34,27 @@ ACCEPTANCE = (
 )
 BENCHMARK = (
     *ACCEPTANCE,
-    *("target_parameters", "draft_parameters", "device", "dtype", "threads", "torch", "transformers", "runs"),
+    *(
+        "target_parameters",
+        "draft_parameters",
+        "device",
+        "device_name",
+        "dtype",
+        "threads",
+        "torch",
+        "transformers",
+        "runs",
+    ),
     *("ar_tokens_per_second", "spec_tokens_per_second", "hf_tokens_per_second", "fastest_baseline"),
     *_with_interval("speedup", "speedup_over_fastest", "speedup_end_to_end", "ar_over_hf", "noise_floor"),
     *("predicted_speedup", "ideal_speedup", "iid_factor", "verify_cost_factor", "overhead_factor"),
-    *("cost_coefficient", "verify_cost_ratio", "identical", "peak_memory_bytes"),
+    *("cost_coefficient", "verify_cost_ratio", "identical", "hf_identical_prompts", "unrepeatable_runs"),
+    "peak_memory_bytes",
 )
 TOY_LIMITS = ("argmax_agreement", "limit_high_temperature")
 # Columns of the position tables, and the cell's list behind each.
 POSITION_LISTS = {
-    "acceptance_per_position": "acceptance_per_position",
-    "conditional_acceptance_per_position": "conditional_acceptance_per_position",
+    **{key: key for key in _with_interval("acceptance_per_position", "conditional_acceptance_per_position")},
     "proposed": "proposed_per_position",
     "tested": "tested_per_position",
 }
@@ -72,7 +82,7 @@ def gather(params: Params) -> dict[str, pd.DataFrame]:
     by_k = _read([cells.sweep_k(study, pair, k) for pair in pairs for k in params.study.k], with_lists)
     by_temperature = [cells.sweep_temperature(study, pair, t) for pair in pairs for t in params.study.temperature]
     benchmarks = [cells.hf_benchmark(study, pair, k) for pair in pairs for k in params.study.benchmark_k]
-    toy_by_k = _read([cells.toy_k(k) for k in params.toy.k], with_lists)
+    toy_by_k = _read([cells.toy_k(k) for k in params.toy.k], (*with_lists, "per_prompt"))
     toy_by_temperature = _read([cells.toy_temperature(t) for t in params.toy.temperature], (*ACCEPTANCE, *TOY_LIMITS))
     return {
         "sweep_k": _table(by_k, ACCEPTANCE),
@@ -92,7 +102,7 @@ def _read(paths: Sequence[Path], needed: Sequence[str]) -> list[Record]:
         record = cells.read_json(path)
         missing = next((key for key in needed if key not in record), None)
         if missing is not None:
-            raise InputError(f"{path} lacks the key {missing}; measure the cell again with `dvc repro --force`.")
+            raise InputError(_lacks(path, missing))
         records.append(record)
     return records
 
@@ -105,12 +115,23 @@ def _with_geometric_form(records: list[Record]) -> list[Record]:
     alpha = next((record["alpha"] for record in records if record["k"] == 1), None)
     rows = []
     for record in records:
-        drafted = [n for prompt in record["per_prompt"] for n in prompt["per_round_drafted"]]
-        geometric = None if alpha is None else iid_acceptance_length(alpha, drafted)
+        geometric = None if alpha is None else iid_acceptance_length(alpha, _drafted(record))
         tau = record["mean_acceptance_length"]
         difference = None if geometric is None or tau is None else tau - geometric
         rows.append({**record, "geometric_tokens_per_round": geometric, "difference": difference})
     return rows
+
+
+def _drafted(record: Record) -> list[int]:
+    """Tokens drafted in each round of a toy cell."""
+    try:
+        return [n for prompt in record["per_prompt"] for n in prompt["per_round_drafted"]]
+    except KeyError as error:
+        raise InputError(_lacks(cells.toy_k(record["k"]), error.args[0])) from None
+
+
+def _lacks(path: Path, key: str) -> str:
+    return f"{path} lacks the key {key}; measure the cell again with `dvc repro --force`."
 
 
 def _positions(records: list[Record]) -> pd.DataFrame:

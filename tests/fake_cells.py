@@ -73,6 +73,12 @@ def edit(path: Path, **values: Any) -> None:
     cells.write_json(path, cells.read_json(path) | values)
 
 
+def without_intervals(path: Path) -> None:
+    """As a cell of few prompts is: the ends of every interval are null, in the lists of positions too."""
+    ends = {key: value for key, value in cells.read_json(path).items() if key.endswith(("_lo", "_hi"))}
+    edit(path, **{key: [None] * len(value) if isinstance(value, list) else None for key, value in ends.items()})
+
+
 def acceptance(pair: str, k: int, *, temperature: float = 0.0, alpha: float | None = None) -> dict[str, Any]:
     """Rounds whose acceptance falls a little faster than i.i.d."""
     alpha = ALPHA[pair] if alpha is None else alpha
@@ -104,11 +110,11 @@ def acceptance(pair: str, k: int, *, temperature: float = 0.0, alpha: float | No
         **interval("mean_acceptance_length", tau, 0.2),
         "mean_accepted_per_round": sum(accepted) / ROUNDS,
         "iid_acceptance_length": expected_tokens_per_round(counted, k),
-        "acceptance_per_position": [n / ROUNDS for n in accepted],
-        "conditional_acceptance_per_position": [ratio(n, m) for n, m in zip(accepted, tested, strict=True)],
+        **rates("acceptance_per_position", accepted, [ROUNDS] * k),
+        **rates("conditional_acceptance_per_position", accepted, tested),
         "proposed_per_position": [ROUNDS] * k,
         "tested_per_position": tested,
-        "per_prompt": [{"question_id": 1, "category": "qa", "per_round_proposed": [k], "per_round_accepted": [1]}],
+        "per_prompt": [{"question_id": 1, "category": "qa", "per_round_drafted": [k] * ROUNDS}],
     }
 
 
@@ -125,6 +131,7 @@ def benchmark(pair: str, k: int) -> dict[str, Any]:
         "backend": "toy" if pair == "toy" else "hf",
         "cpu": "Imaginary CPU 9000",
         "device": "cpu",
+        "device_name": "cpu",
         "dtype": "float32",
         "threads": 2,
         "torch": "2.13.0",
@@ -152,6 +159,8 @@ def benchmark(pair: str, k: int) -> dict[str, Any]:
         "identical": "identical" if pair != "small_bf16" else "identical but for 2 ties",
         "ties": 0,
         "identical_prompts": 12,
+        "hf_identical_prompts": None if pair == "small_bf16" else 11,
+        "unrepeatable_runs": 0,
         "peak_memory_bytes": 2 * 2**30,
         "samples": [{"question_id": 1, "seconds": [0.1, 0.2]}],
     }
@@ -159,3 +168,11 @@ def benchmark(pair: str, k: int) -> dict[str, Any]:
 
 def interval(key: str, value: float, half: float) -> dict[str, float]:
     return {key: value, f"{key}_lo": value - half, f"{key}_hi": value + half}
+
+
+def rates(key: str, counts: list[int], of: list[int]) -> dict[str, list[float | None]]:
+    """A position's rate, with an interval where anything stands behind it."""
+    values = [ratio(n, m) for n, m in zip(counts, of, strict=True)]
+    low = [None if value is None else max(0.0, value - 0.05) for value in values]
+    high = [None if value is None else min(1.0, value + 0.05) for value in values]
+    return {key: values, f"{key}_lo": low, f"{key}_hi": high}

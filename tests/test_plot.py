@@ -51,7 +51,9 @@ def figures(study: Params) -> Iterator[dict[str, Figure]]:
 
 def lines_of(figure: Figure, panel: int, style: str) -> list[list[float]]:
     """Heights of the lines of a style, in the order drawn."""
-    lines = [line for line in figure.axes[panel].lines if line.get_linestyle() == style and len(line.get_xdata()) > 2]
+    lines = [
+        line for line in figure.axes[panel].lines if line.get_linestyle() == style and np.size(line.get_xdata()) > 2
+    ]
     return [np.asarray(line.get_ydata(), dtype=float).tolist() for line in lines if line.get_marker() not in ("_", "|")]
 
 
@@ -77,7 +79,7 @@ def test_text_is_legible_and_legends_cover_no_data(figures: dict[str, Figure]) -
     for name, figure in figures.items():
         assert figure.get_figwidth() <= 9, f"{name} would be shrunk in a README"
         figure.draw_without_rendering()
-        assert min(text.get_fontsize() for text in figure.findobj(Text)) >= 10
+        assert min(float(text.get_fontsize()) for text in figure.findobj(Text)) >= 10
         (legend,) = figure.legends
         box = legend.get_window_extent()
         assert box.x0 >= 0 and box.x1 <= figure.bbox.x1, f"the legend of {name} is cut off"
@@ -102,11 +104,28 @@ def test_acceptance_per_position_is_that_of_the_largest_k(study: Params, figures
     assert lines_of(figure, 0, "--")[0] == pytest.approx([record["alpha"] ** j for j in range(1, 9)], rel=1e-4)
 
 
+def test_positions_have_intervals_where_there_are_any(study: Params) -> None:
+    path, key = cells.sweep_k("fake", "small_int8", 8), "acceptance_per_position"
+    record = cells.read_json(path)
+    low = [*record[f"{key}_lo"][:-1], None]
+    fake_cells.edit(path, **{f"{key}_lo": low})
+    tables.main()
+    with matplotlib.rc_context(plot.STYLE):
+        drawn = plot.draw(FOLDER)
+    left, right = drawn["acceptance_per_position"].axes
+    assert [len(ax.collections) for ax in (left, right)] == [len(study.study.pairs)] * 2
+    assert len(drawn["toy"].axes[1].collections) == 2
+    drawn_bars: Any = left.collections[0]
+    bars = [segment[:, 1] for segment in drawn_bars.get_segments() if len(segment) == 2]  # an unknown end is dropped
+    assert [bar[0] for bar in bars] == pytest.approx(low[:7], rel=1e-4)
+    assert [bar[1] for bar in bars] == pytest.approx(record[f"{key}_hi"][:7], rel=1e-4)
+
+
 def test_rates_from_few_tokens_are_hollow(figures: dict[str, Figure]) -> None:
     right = figures["acceptance_per_position"].axes[1]
     hollow = [line for line in right.lines if line.get_markerfacecolor() == "white"]
     tested = cells.read_json(cells.sweep_k("fake", "small_lookup", 8))["tested_per_position"]
-    assert sum(len(line.get_xdata()) for line in hollow) == sum(n < plot.FEW_TESTS for n in tested) > 0
+    assert sum(np.size(line.get_xdata()) for line in hollow) == len([n for n in tested if n < plot.FEW_TESTS]) > 0
 
 
 def test_the_toy_figure_has_both_limits_and_the_geometric_form(figures: dict[str, Figure]) -> None:
@@ -114,7 +133,7 @@ def test_the_toy_figure_has_both_limits_and_the_geometric_form(figures: dict[str
     by_k = read_table(FOLDER, "toy_k")
     assert lines_of(figures["toy"], 0, "--") == [by_k["geometric_tokens_per_round"].tolist()]
     assert temperature.get_xscale() == "log"
-    limits = [line.get_ydata()[0] for line in temperature.lines if line.get_linestyle() in (":", "-.")]
+    limits = [np.asarray(line.get_ydata())[0] for line in temperature.lines if line.get_linestyle() in (":", "-.")]
     assert limits == [0.97, 1.0]
     assert rounds.get_ylabel() and temperature.get_ylabel()
 
@@ -134,7 +153,7 @@ def test_the_smallest_study_without_intervals_or_acceptances_is_drawn(
     monkeypatch.setattr("sys.argv", ["plot.py"])
     fake_cells.write(tmp_path, SMALLEST)
     for path in Path("metrics").rglob("*.json"):
-        fake_cells.edit(path, **{key: None for key in cells.read_json(path) if key.endswith(("_lo", "_hi"))})
+        fake_cells.without_intervals(path)
     unknown: dict[str, Any] = dict.fromkeys(("alpha", "alpha_overlap", "iid_acceptance_length"))
     fake_cells.edit(cells.sweep_k("fake", "small_lookup", 2), **unknown)
     fake_cells.edit(cells.hf_benchmark("fake", "small_lookup", 4), speedup_over_fastest=None)
@@ -159,6 +178,8 @@ def test_dvc_can_fill_the_template_of_each_chart(study: Params, title: str, char
     rows = []
     for column in columns if several else [columns]:
         assert column in table and chart["x"] in table
+        predicted = column == "iid_acceptance_length"  # of what is measured, the templates draw the interval
+        assert predicted or {f"{column}_lo", f"{column}_hi"} <= {*table}
         rows += [row | {"field": column, "rev": "workspace", "y": row[column]} for row in table.to_dict("records")]
     y = "y" if several else columns
     renderer = VegaRenderer(

@@ -41,6 +41,11 @@ def table(markdown: str) -> list[dict[str, str]]:
     return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
 
 
+def verdict_of(pair: str, whole: str) -> str:
+    (line,) = [line for line in report.readme_part(whole).splitlines() if line.startswith(f"- `{pair}`")]
+    return line
+
+
 def test_only_the_report_is_written_and_only_tables_are_read(study: Params) -> None:
     tables.main()
     shutil.rmtree("metrics")
@@ -91,6 +96,18 @@ def test_rows_that_differ_show_all_values_in_the_header(study: Params) -> None:
     assert "Sampling at T = 0.7, top_p = 0.9 / Greedy decoding" in text()
 
 
+def test_the_header_names_a_device_that_its_type_does_not(study: Params) -> None:
+    assert "device cpu, float32" in text()
+    for pair in study.study.pairs:
+        fake_cells.edit(cells.hf_benchmark("fake", pair, 4), device="cuda", device_name="NVIDIA H200")
+    assert "device cuda (NVIDIA H200), float32" in text()
+    fake_cells.edit(BENCHMARK, device_name=None)
+    assert "device cuda / cuda (NVIDIA H200), float32" in text()
+
+
+NOISE = {"noise_floor": 1.0, "noise_floor_lo": 0.98, "noise_floor_hi": 1.01}
+
+
 @pytest.mark.parametrize(
     ("value", "low", "high", "conclusion"),
     [
@@ -104,7 +121,48 @@ def test_rows_that_differ_show_all_values_in_the_header(study: Params) -> None:
 )
 def test_words_follow_the_interval(value: float | None, low: float | None, high: float | None, conclusion: str) -> None:
     row = {"speedup": value, "speedup_lo": low, "speedup_hi": high}
-    assert report.comparison(row, "speedup", "X") == conclusion
+    assert report.comparison(row | NOISE, "speedup", "X") == conclusion
+
+
+@pytest.mark.parametrize(
+    ("speedup", "noise", "conclusion"),
+    [
+        ((1.06, 1.03, 1.09), (1.0, 0.95, 1.01), "faster"),
+        ((1.04, 1.03, 1.09), (1.0, 0.95, 1.01), "within the noise of this run"),
+        ((0.96, 0.94, 0.98), (1.0, 0.99, 1.05), "within the noise of this run"),
+        ((0.94, 0.92, 0.98), (1.0, 0.99, 1.05), "slower"),
+        ((1.02, 0.99, 1.05), (1.0, 0.9, 1.1), "not distinguishable from 1"),
+        ((1.06, 1.03, 1.09), (0.95, None, None), "faster"),
+        ((1.04, 1.03, 1.09), (0.95, None, None), "within the noise of this run"),
+        ((1.2, 1.1, 1.3), (None, None, None), "the noise of this run is unknown"),
+        ((1.2, None, None), (None, None, None), "too few prompts for an interval"),
+    ],
+)
+def test_faster_and_slower_are_said_only_beyond_the_noise(
+    speedup: tuple[float | None, ...], noise: tuple[float | None, ...], conclusion: str
+) -> None:
+    values = dict(zip(("speedup", "speedup_lo", "speedup_hi"), speedup, strict=True))
+    row = values | dict(zip(("noise_floor", "noise_floor_lo", "noise_floor_hi"), noise, strict=True))
+    assert report.comparison(row, "speedup", "X").endswith(f"X: {conclusion}")
+
+
+def test_the_verdict_follows_the_cells_own_noise(study: Params) -> None:
+    ends = {"": 1.1, "_lo": 1.05, "_hi": 1.15}
+    values = {f"{key}{end}": value for key in ("speedup", "speedup_over_fastest") for end, value in ends.items()}
+    fake_cells.edit(BENCHMARK, **values, noise_floor_lo=0.8)
+    line = verdict_of("small_int8", text())
+    assert "within the noise of this run" in line and "faster" not in line.replace("fastest", "")
+    fake_cells.edit(BENCHMARK, noise_floor_lo=0.98)
+    assert "the fastest baseline: faster" in verdict_of("small_int8", text())
+
+
+@pytest.mark.parametrize(("runs", "words"), [(1, "1 timed run gave"), (3, "3 timed runs gave")])
+def test_runs_that_did_not_repeat_are_told(study: Params, runs: int, words: str) -> None:
+    assert "repeatable" not in text()
+    fake_cells.edit(BENCHMARK, unrepeatable_runs=runs)
+    whole = text()
+    assert f"Not repeatable: {words} other tokens" in verdict_of("small_int8", whole)
+    assert "repeatable" not in verdict_of("small_bf16", whole)
 
 
 def test_a_fastest_baseline_that_is_our_own_is_compared_once(study: Params) -> None:
@@ -130,7 +188,7 @@ def test_identity_is_claimed_only_where_the_cell_claims_it(study: Params) -> Non
 
 def test_without_intervals_there_are_dashes(study: Params) -> None:
     for path in Path("metrics").rglob("*.json"):
-        fake_cells.edit(path, **{key: None for key in cells.read_json(path) if key.endswith(("_lo", "_hi"))})
+        fake_cells.without_intervals(path)
     whole = text()
     assert all(row["speed-up"].endswith("[–]") for row in table(whole))
     assert "nan" not in whole and "None" not in whole
@@ -166,11 +224,17 @@ def test_the_noise_floor_is_printed(study: Params) -> None:
     assert [row["noise"] for row in rows] == ["1.004 [0.994, 1.014]"] * 3
 
 
+def test_how_often_hugging_face_gave_the_same_text_is_printed(study: Params) -> None:
+    rows = table(section(text(), "Baselines and noise"))
+    assert [row["HF output equal"] for row in rows] == ["11 of 12", "–", "11 of 12"]
+
+
 def test_toy_findings_are_computed(study: Params) -> None:
     heading = "What the toy sweep shows beside the original's findings"
     rows = {row["quantity"]: row for row in table(section(text(), heading))}
     alpha, tau = cells.read_json(cells.toy_k(1))["alpha"], cells.read_json(cells.toy_k(8))["mean_acceptance_length"]
     gap = expected_tokens_per_round(alpha, 8) - tau
+    assert next(iter(rows)).startswith("τ against the mean over rounds of (1 − α^(k_r+1)) / (1 − α), α of k = 1")
     here = [row["here"] for row in rows.values()]
     assert here[0] == f"at most {gap:.2f} token apart, at k = 8, where τ lies below"
     conditional = cells.read_json(cells.toy_k(8))["conditional_acceptance_per_position"]

@@ -12,7 +12,7 @@ from pipeline import cells, tables
 from pipeline.results import read_table
 from pipeline.study import Params
 from specdec.errors import InputError
-from specdec.theory import expected_tokens_per_round
+from specdec.theory import expected_tokens_per_round, iid_acceptance_length
 
 NAMES = {
     *("sweep_k", "sweep_temperature", "acceptance_per_position", "hf_benchmark"),
@@ -65,6 +65,9 @@ def test_a_missing_cell_is_named_and_no_table_is_touched(study: Params, path: st
         (cells.hf_benchmark("fake", "small_int8", 4), "overhead_factor"),
         (cells.toy_k(3), "tested_per_position"),
         (cells.toy_temperature(0.5), "argmax_agreement"),
+        (cells.toy_k(2), "per_prompt"),
+        (cells.sweep_k("fake", "small_int8", 2), "acceptance_per_position_lo"),
+        (cells.toy_benchmark(), "unrepeatable_runs"),
     ],
 )
 def test_a_cell_without_a_needed_key_is_named(study: Params, path: Path, key: str) -> None:
@@ -108,15 +111,45 @@ def test_positions_are_unrolled(study: Params) -> None:
     assert part["acceptance_per_position"].tolist() == record["acceptance_per_position"]
     assert part["conditional_acceptance_per_position"].tolist() == record["conditional_acceptance_per_position"]
     assert part["tested"].tolist() == record["tested_per_position"]
+    for end in ("lo", "hi"):
+        for key in (f"acceptance_per_position_{end}", f"conditional_acceptance_per_position_{end}"):
+            assert part[key].tolist() == record[key]
+
+
+def test_a_position_without_an_interval_has_empty_fields(study: Params) -> None:
+    fake_cells.edit(cells.sweep_k("fake", "small_int8", 2), acceptance_per_position_lo=[0.9, None])
+    tables.main()
+    table = read_table(Path("plots/fake"), "acceptance_per_position")
+    low = table.loc[(table["pair"] == "small_int8") & (table["k"] == 2), "acceptance_per_position_lo"].tolist()
+    assert low[0] == 0.9 and pd.isna(low[1])
 
 
 def test_the_geometric_form_uses_alpha_of_k_1(study: Params) -> None:
     table = tables.gather(study)["toy_k"]
     alpha = cells.read_json(cells.toy_k(1))["alpha"]
-    assert table["geometric_tokens_per_round"].tolist() == [expected_tokens_per_round(alpha, k) for k in study.toy.k]
+    expected = [expected_tokens_per_round(alpha, k) for k in study.toy.k]
+    assert table["geometric_tokens_per_round"].tolist() == pytest.approx(expected)
     assert (
         table["difference"].tolist() == (table["mean_acceptance_length"] - table["geometric_tokens_per_round"]).tolist()
     )
+
+
+def test_the_geometric_form_counts_a_shortened_last_round_as_it_was(study: Params) -> None:
+    prompts = [{"per_round_drafted": [4, 4, 1]}, {"per_round_drafted": [4, 0]}]
+    fake_cells.edit(cells.toy_k(4), per_prompt=prompts)
+    (row,) = [row for row in tables.gather(study)["toy_k"].to_dict("records") if row["k"] == 4]
+    alpha = cells.read_json(cells.toy_k(1))["alpha"]
+    geometric = row["geometric_tokens_per_round"]
+    assert geometric == iid_acceptance_length(alpha, [4, 4, 1, 4, 0])
+    assert geometric == pytest.approx((3 * (1 - alpha**5) / (1 - alpha) + (1 + alpha) + 1) / 5)
+    assert geometric < expected_tokens_per_round(alpha, 4)
+    assert row["difference"] == row["mean_acceptance_length"] - geometric
+
+
+def test_a_toy_cell_without_its_drafted_tokens_is_named(study: Params) -> None:
+    fake_cells.edit(cells.toy_k(3), per_prompt=[{"question_id": 1, "per_round_proposed": [3]}])
+    with pytest.raises(InputError, match=r"^metrics/toy/k/3\.json lacks the key per_round_drafted; .*dvc repro"):
+        tables.gather(study)
 
 
 def test_without_k_1_there_is_no_geometric_form(study: Params, tmp_path: Path) -> None:
