@@ -87,6 +87,8 @@ def parse_arguments() -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value < least:
             parser.error(f"--{name.replace('_', '-')} is {value}; allowed: integers of at least {least}")
+    if not 0 <= args.seed < 2**63:
+        parser.error(f"--seed is {args.seed}; allowed: integers from 0 to 2^63 - 1")
     if args.cell and args.backend == "hf" and args.pair is None:
         parser.error("--cell --backend hf needs --pair, a pair of params.yaml")
     return args

@@ -39,6 +39,8 @@ def main() -> None:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     args = parser.parse_args()
+    if not 0 <= args.seed < 2**63:
+        parser.error(f"--seed is {args.seed}; allowed: integers from 0 to 2^63 - 1")
     params = load_params()
     pair = Pair.model_construct(target=args.target, draft=args.draft)  # unlike in params.yaml, folders are allowed
     loaded = load_pair(pair, params.models, device=resolve_device(args.device), dtype=resolve_dtype(args.dtype))
@@ -69,7 +71,8 @@ class RoundPrinter:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stream: TextIO) -> None:
         self._tokenizer = tokenizer
         self._stream = stream
-        self._coloured = stream.isatty() and "NO_COLOR" not in os.environ
+        self._coloured = stream.isatty() and not os.environ.get("NO_COLOR")
+        self._written: list[int] = []
         self._pending: list[int] = []
 
     @property
@@ -82,7 +85,7 @@ class RoundPrinter:
             text = self._decode()
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):
                 self._stream.write(self._styled(text, kind))
-                self._pending.clear()
+                self._written, self._pending = self._pending, []
         self._stream.flush()
 
     def end(self) -> None:
@@ -90,7 +93,12 @@ class RoundPrinter:
         self._stream.flush()
 
     def _decode(self) -> str:
-        return str(self._tokenizer.decode(self._pending, skip_special_tokens=True))
+        """The text of the pending tokens behind the last written ones: alone, many tokenizers would drop a leading space."""
+        before, both = (
+            str(self._tokenizer.decode(ids, skip_special_tokens=True))
+            for ids in (self._written, self._written + self._pending)
+        )
+        return both[len(before) :]
 
     def _styled(self, text: str, kind: TokenKind) -> str:
         if not text:

@@ -16,6 +16,10 @@ from specdec.timing import TimedRun
 
 PromptRuns = Mapping[str, Sequence[TimedRun]]  # the runs of one prompt, by method: "ar", "spec", "hf"
 Cost = tuple[float, int]  # seconds, tokens
+PREDICTIONS = (
+    *("cost_coefficient", "verify_cost_ratio", "predicted_speedup"),
+    *("ideal_speedup", "verify_cost_factor", "overhead_factor"),
+)
 
 
 def decode_cost(runs: Sequence[TimedRun]) -> Cost:
@@ -69,31 +73,29 @@ def prediction_record(
         draft_seconds: T_draft(1), or the time of one look-up.
         target_seconds: n -> T_target(n), for 1 and for every round's k + 1.
     """
-    k = fmean(drafted)
-    c = draft_seconds / target_seconds[1]
-    v = fmean(target_seconds[n + 1] for n in drafted) / target_seconds[1]
-    longest = max(drafted) + 1
+    k, longest = fmean(drafted), max(drafted) + 1
     tau_iid = iid_acceptance_length(alpha or 0.0, drafted) or 1.0
-    predicted = predicted_speedup(tau, k, c, v)
-    ideal = predicted_speedup(tau_iid, k, c, 1.0)
-    return {
-        "cost_coefficient": c,
-        "verify_cost_ratio": v,
+    record: dict[str, Any] = {
         "mean_drafted_per_round": k,
         "draft_seconds_1": draft_seconds,
         "target_seconds_1": target_seconds[1],
         "target_seconds_k1": target_seconds[longest],
-        "predicted_speedup": predicted,
-        "ideal_speedup": ideal,
         "iid_factor": tau / tau_iid,
-        "verify_cost_factor": (k * c + 1) / (k * c + v),
-        "overhead_factor": None if speedup is None else speedup / predicted,
+        **dict.fromkeys(PREDICTIONS),
     }
+    if target_seconds[1] > 0:  # a clock too coarse for one step predicts nothing
+        c = draft_seconds / target_seconds[1]
+        v = fmean(target_seconds[n + 1] for n in drafted) / target_seconds[1]
+        predicted = predicted_speedup(tau, k, c, v)
+        ideal = predicted_speedup(tau_iid, k, c, 1.0)
+        overhead = None if speedup is None else speedup / predicted
+        record |= dict(zip(PREDICTIONS, (c, v, predicted, ideal, (k * c + 1) / (k * c + v), overhead), strict=True))
+    return record
 
 
 def _rate(costs: Sequence[Cost]) -> float | None:
-    seconds = sum(s for s, _ in costs)
-    return sum(tokens for _, tokens in costs) / seconds if seconds > 0 else None
+    seconds, tokens = sum(s for s, _ in costs), sum(t for _, t in costs)
+    return tokens / seconds if seconds > 0 and tokens > 0 else None
 
 
 def _with_interval(key: str, pairs: Sequence[tuple[Cost, Cost]]) -> dict[str, float | None]:

@@ -84,7 +84,7 @@ def cached_step(model: PreTrainedModel, context: Tensor, n: int) -> Callable[[],
     Of a text that is too long for the model its end is taken.
     """
     cached = CachedModel(model)
-    context = context[-min(len(context), cached.room - n) :]
+    context = context[max(0, len(context) + n - cached.room) :]
     cached.forward(context, keep=1)
     tokens = context.repeat(-(-n // len(context)))[:n]
 

@@ -125,7 +125,6 @@ def test_a_value_that_cannot_be_used_is_one_sentence(folder, threads, monkeypatc
         start(monkeypatch, *arguments)
 
 
-@pytest.mark.xfail(strict=True, reason="torch.manual_seed refuses it, after the warm-up of our own methods")
 def test_a_seed_that_is_too_large_is_one_sentence(folder, monkeypatch):
     try:
         start(monkeypatch, *TINY, "--seed", str(2**64))

@@ -73,7 +73,6 @@ def test_who_wants_no_colour_gets_marks_on_a_terminal_too(monkeypatch):
     assert printed(*ROUNDS, stream=Terminal()) == "ab[c]d{e}\n"
 
 
-@pytest.mark.xfail(strict=True, reason="no-color.org: only a value that is not empty counts")
 def test_an_empty_no_color_is_no_wish(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "")
     assert printed(*ROUNDS, stream=Terminal()).startswith(GREEN)
