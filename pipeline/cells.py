@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,18 +80,25 @@ def _floats(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a file whole or not at all: whoever is killed half-way leaves the old file, or none, under the final name."""
+    """Write a file whole or not at all: whoever is killed half-way leaves the old file, or none, under the final name.
+
+    Raises:
+        InputError: the file cannot be written (no room, no permission, a path below a file).
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # same folder, because a rename cannot leave the disk
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("w", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written ({error.strerror or error}).") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
