@@ -51,7 +51,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         raise OSError("No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(InputError, match="cell.json cannot be written .*No space"):
+    with pytest.raises(InputError, match=r"cell.json cannot be written .*No space"):
         cells.write_json(path, {"a": 1})
     assert path.read_text() == "as it was"
     assert os.listdir(tmp_path) == ["cell.json"]
