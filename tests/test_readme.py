@@ -25,3 +25,10 @@ def test_every_script_and_module_exists():
     named = set(re.findall(r"(?:specdec|pipeline)/\w+\.py", README))
     assert len(named) >= 6
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
+
+
+def test_the_library_example_runs():
+    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    names: dict = {}
+    exec(example, names)
+    assert len(names["result"].new_tokens) == 32
