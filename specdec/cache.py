@@ -5,12 +5,14 @@ remove, a sliding-window layer can be rolled back only if `activate_past_recordi
 recurrent layers cannot be rolled back at all.
 """
 
+import copy
+
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from specdec.errors import InputError
+from specdec.errors import InputError, InvariantError
 
 # Exactly these types: the recurrent layers inherit from them, and cannot be rolled back.
 _ROLLBACK_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -71,3 +73,40 @@ class CachedModel:
         if self.length > 0:  # a cache that was never fed has nothing to crop
             self._cache.crop(length - self.length)
         self.length = length
+
+    @torch.inference_mode()
+    def check(self, text: Tensor, tolerance: float = 1e-3) -> None:
+        """For debugging: is this cache what one pass over `text`, shape (n,), would have left?
+
+        Compares the length of every layer, every key and value (rotated keys show the position of each token), and the logits
+        that one more token gets through a copy of the cache with those of a pass without a cache. Nothing of the cache changes.
+
+        Raises:
+            InvariantError: naming what differs.
+        """
+        lengths = {self.length, *(self._cache.get_seq_length(i) for i in range(len(self._cache.layers)))}
+        if lengths != {len(text)}:
+            raise InvariantError(f"the cache of {len(text)} tokens has the lengths {sorted(lengths)}")
+        if len(text) == 0:
+            return
+        tokens = text[None].to(self.model.device)
+        fresh = DynamicCache(config=self.model.config)
+        self.model(tokens, cache=fresh, use_cache=True, logits_to_keep=1)
+        for index, (layer, expected) in enumerate(zip(self._cache.layers, fresh.layers, strict=True)):
+            for name in ("keys", "values"):
+                ours, theirs = getattr(layer, name), getattr(expected, name)
+                # A window may still hold older entries, but never fewer than the next token sees.
+                if ours.shape[-2] < theirs.shape[-2]:
+                    raise InvariantError(f"{name} of layer {index}: {ours.shape[-2]} of {theirs.shape[-2]} entries")
+                _check_close(f"{name} of layer {index}", ours[..., -theirs.shape[-2] :, :], theirs, tolerance)
+        probe = tokens[:, :1]
+        cached = self.model(probe, cache=copy.deepcopy(self._cache), use_cache=True, logits_to_keep=1).logits
+        uncached = self.model(torch.cat([tokens, probe], dim=1), logits_to_keep=1).logits
+        _check_close("logits of the next token", cached, uncached, tolerance)
+
+
+def _check_close(name: str, ours: Tensor, theirs: Tensor, tolerance: float) -> None:
+    # Impossible tokens have logits of -inf on both sides, which are equal though their difference is NaN.
+    difference = float((ours - theirs).masked_fill(ours == theirs, 0).abs().max())
+    if not difference <= tolerance:
+        raise InvariantError(f"{name} differ by {difference:g} from those of a fresh pass; allowed: {tolerance:g}")

@@ -16,7 +16,11 @@ class Chooser(Protocol):
         ...
 
     def categorical(self, weights: Tensor) -> int:
-        """An index drawn by non-negative weights, shape (V,), that need not sum to 1; never one of weight 0."""
+        """An index drawn by non-negative weights, shape (V,), that need not sum to 1; never one of weight 0.
+
+        Raises:
+            ValueError: weights that are all 0, or not numbers.
+        """
         ...
 
 
@@ -40,6 +44,8 @@ class GeneratorChooser:
     def categorical(self, weights: Tensor) -> int:
         # Inverse transform in float64: `u * total < cumulative` first holds at an index of positive weight.
         cumulative = weights.double().cumsum(dim=-1)
+        if not cumulative[-1] > 0:
+            raise ValueError(f"weights that sum to {float(cumulative[-1])} are no law")
         target = self._uniform() * cumulative[-1]
         index = int(torch.searchsorted(cumulative, target, right=True))
         if index == len(weights):  # u * total rounded up to total

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from specdec.cache import CachedModel
 from specdec.chance import Chooser
-from specdec.errors import InputError
+from specdec.errors import InputError, InvariantError
 from specdec.sampling import SamplingConfig, to_probs
 
 
@@ -38,6 +38,11 @@ class Drafter(Protocol):
         """Only the first `length` tokens of the last context and draft still stand."""
         ...
 
+    def check(self, text: Tensor) -> None:
+        """For debugging, after the rollback of a round that proposed something: raise InvariantError if what this drafter keeps
+        does not fit `text`, shape (n,), which is all but the last committed token."""
+        ...
+
 
 class ModelDrafter:
     """Proposes tokens sampled from a smaller (or quantised) model.
@@ -45,10 +50,21 @@ class ModelDrafter:
     Invariant: before a proposal the cache holds a prefix of the context, at least one token short of it; after, it holds the
     context and all proposed tokens but the last. A fully accepted round therefore leaves the cache two tokens short, and they are
     fed together at the next round. Where the draft's own context ends, it proposes nothing more.
+
+    Args:
+        confidence_threshold: stop the draft behind a token that the draft model itself gives less than this probability, before
+            temperature and filters. The token is kept: dropping it for its own probability would bias the output. Hugging Face's
+            `assistant_confidence_threshold`. 0 never stops.
+
+    Raises:
+        InputError: a threshold outside 0 to 1.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, confidence_threshold: float = 0.0) -> None:
+        if not (isinstance(confidence_threshold, int | float) and 0 <= confidence_threshold <= 1):
+            raise InputError(f"confidence_threshold is {confidence_threshold!r}; allowed: a number from 0 to 1")
         self.model = model
+        self.confidence_threshold = confidence_threshold
 
     def begin(self, prompt: Tensor, sampling: SamplingConfig) -> None:
         self._sampling = sampling
@@ -66,11 +82,22 @@ class ModelDrafter:
             tokens.append(chooser.categorical(q))
             probs.append(q)
             unread = torch.tensor(tokens[-1:])
+            if self.confidence_threshold > 0 and self._confidence(logits[0], tokens[-1]) < self.confidence_threshold:
+                break
         return Draft(tuple(tokens), torch.stack(probs) if probs else None)
 
     def rollback(self, length: int) -> None:
         # After full acceptance the cache is shorter than what stands.
         self._cached.rollback(min(length, self._cached.length))
+
+    def check(self, text: Tensor) -> None:
+        missing = len(text) - self._cached.length
+        if missing not in (0, 1):
+            raise InvariantError(f"the draft's cache is {missing} tokens short of the target's; allowed: 0, or 1")
+        self._cached.check(text[: self._cached.length])
+
+    def _confidence(self, logits: Tensor, token: int) -> float:
+        return float(to_probs(logits, SamplingConfig(temperature=1.0))[token])
 
 
 class PromptLookupDrafter:
@@ -99,4 +126,7 @@ class PromptLookupDrafter:
         return Draft((), None)
 
     def rollback(self, length: int) -> None:
+        pass
+
+    def check(self, text: Tensor) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The one exception that a user's mistake raises."""
+"""The exceptions of this library."""
 
 
 class InputError(ValueError):
@@ -7,3 +7,7 @@ class InputError(ValueError):
     Its message is one sentence that names the value, where it came from and what is allowed; the command-line programs print
     it without a traceback.
     """
+
+
+class InvariantError(AssertionError):
+    """A cache does not hold what it should: the program is at fault, not its input. Raised by debugging checks only."""

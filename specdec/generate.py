@@ -19,7 +19,7 @@ from specdec.drafters import Draft, Drafter
 from specdec.errors import InputError
 from specdec.sampling import SamplingConfig, to_probs
 from specdec.stats import AcceptanceStats, Round
-from specdec.verify import Verdict, verify_tokens
+from specdec.verify import VERIFIERS, Verdict, Verifier
 
 TokenKind = Literal["accepted", "corrected", "bonus"]
 
@@ -100,10 +100,12 @@ def speculative_generate(
     top_k: int | None = None,
     top_p: float | None = None,
     eos_token_id: int | Iterable[int] | None = None,
+    verify: str | Verifier = "token",
     generator: torch.Generator | None = None,
     streamer: Streamer | None = None,
     on_prefill: Callable[[], None] | None = None,
     on_round: Callable[[RoundTokens], None] | None = None,
+    check_invariants: bool = False,
 ) -> GenerationResult:
     """Speculative decoding; the new tokens are distributed exactly as the target's.
 
@@ -115,15 +117,19 @@ def speculative_generate(
         max_new_tokens: exactly so many new tokens, unless an end token comes first.
         temperature, top_k, top_p: see `SamplingConfig`; applied to target and draft alike. Temperature 0 is greedy.
         eos_token_id: one or several end tokens; the first one generated is the last token. End tokens in the prompt stop nothing.
+        verify: "token" or "block", both lossless (see specdec/verify.py), or a function with the arguments of `verify_tokens`.
         generator: drives every draw of both models; global random state is neither read nor changed.
         streamer: receives the prompt, then the new tokens of each round.
         on_prefill: called once when the prompt is in all caches, before the first round.
         on_round: called after each round with its tokens and their kinds.
+        check_invariants: for debugging, and slow: after each round compare both caches with those of a fresh pass over the text.
 
     Raises:
         InputError: an argument out of range, a batch, or a text longer than the target's context.
+        InvariantError: only with `check_invariants`: a cache does not hold what it should.
     """
     sampling = SamplingConfig(temperature, top_k, top_p)
+    verifier = _verifier(verify)
     prompt = _check_request(target, input_ids, k, max_new_tokens, drafter)
     end_tokens = _end_tokens(eos_token_id)
     chooser = GeneratorChooser(generator)
@@ -150,7 +156,7 @@ def speculative_generate(
         # 3. Verify: one target forward over the anchor and the draft; the laws move to the CPU once.
         unread = torch.cat([text[length - 1 : length], torch.tensor(draft.tokens, dtype=torch.int64)])
         p = to_probs(cached.forward(unread), sampling).cpu()
-        verdict = verify_tokens(draft.tokens, p, draft.probs, chooser)
+        verdict = verifier(draft.tokens, p, draft.probs, chooser)
         # 4. Commit the accepted prefix and the next token, up to the first end token.
         emitted = _emit(draft, verdict, end_tokens)
         text[length : length + len(emitted.tokens)] = torch.tensor(emitted.tokens)
@@ -161,6 +167,10 @@ def speculative_generate(
         cached.rollback(length - 1)
         if k > 0 and drafter is not None:
             drafter.rollback(length - 1)
+        if check_invariants:
+            cached.check(text[: length - 1])
+            if drafter is not None and draft.tokens:
+                drafter.check(text[: length - 1])
         # 6. Record and report.
         rounds.append(emitted.record)
         if streamer is not None:
@@ -208,6 +218,14 @@ def _check_request(
             f"allowed: {room} tokens together"
         )
     return input_ids[0].to("cpu", torch.int64)
+
+
+def _verifier(verify: str | Verifier) -> Verifier:
+    if not isinstance(verify, str):
+        return verify
+    if verify not in VERIFIERS:
+        raise InputError(f"verify is {verify!r}; allowed: {', '.join(VERIFIERS)}, or a function")
+    return VERIFIERS[verify]
 
 
 def _end_tokens(eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
