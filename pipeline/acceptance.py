@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from specdec.stats import AcceptanceStats, bootstrap_interval, ratio_of_sums
-from specdec.theory import iid_acceptance_length
+from specdec.chance import Chooser
+from specdec.stats import AcceptanceStats, bootstrap_interval, ratio, ratio_of_sums
+from specdec.theory import expected_accepted_by_block, expected_accepted_by_token, iid_acceptance_length
+from specdec.verify import VERIFIERS, Verdict, block_acceptance, token_acceptance
 
 # Each of these is a ratio of two counts of `AcceptanceStats`, pooled over prompts, with an interval over prompts.
 _RATIOS = {
@@ -31,6 +34,43 @@ class PromptResult:
     stats: AcceptanceStats
 
 
+class ComparingVerifier:
+    """Decides by one rule, and adds up how many tokens of each draft both rules would accept in expectation.
+
+    The expectations are over the verifier's draws alone, so that on the same drafts the two rules are compared without their
+    noise. One object serves one text.
+    """
+
+    def __init__(self, rule: str) -> None:
+        self._verify = VERIFIERS[rule]
+        self.rounds = 0
+        self.by_token = 0.0
+        self.by_block = 0.0
+
+    def __call__(self, draft_tokens: Sequence[int], p: Tensor, q: Tensor | None, chooser: Chooser) -> Verdict:
+        self.rounds += 1
+        self.by_token += expected_accepted_by_token(token_acceptance(draft_tokens, p, q))
+        self.by_block += expected_accepted_by_block(block_acceptance(draft_tokens, p, q)[1])
+        return self._verify(draft_tokens, p, q, chooser)
+
+
+def gain_record(verifiers: Sequence[ComparingVerifier]) -> dict[str, Any]:
+    """Tokens per round by block verification over those by token verification, expected on the same drafts.
+
+    Args:
+        verifiers: one per prompt.
+    """
+    counts = [(v.rounds + v.by_block, v.rounds + v.by_token) for v in verifiers]
+    low, high = bootstrap_interval(counts, ratio_of_sums)
+    return {
+        "expected_accepted_token": sum(v.by_token for v in verifiers),
+        "expected_accepted_block": sum(v.by_block for v in verifiers),
+        "block_gain": ratio_of_sums(counts),
+        "block_gain_lo": low,
+        "block_gain_hi": high,
+    }
+
+
 def prompt_generator(seed: int, question_id: int | str) -> torch.Generator:
     """One generator per prompt, so that a prompt's tokens depend neither on the other prompts nor on their order."""
     return torch.Generator().manual_seed(zlib.crc32(f"{seed}/{question_id}".encode()))
@@ -46,6 +86,7 @@ def acceptance_record(results: Sequence[PromptResult]) -> dict[str, Any]:
         "proposed": pooled.proposed,
         "accepted": pooled.accepted,
         "tested": pooled.tested,
+        "mean_drafted_per_round": ratio(sum(r.drafted for r in pooled.rounds), len(pooled.rounds)),
         "iid_acceptance_length": None
         if pooled.alpha is None
         else iid_acceptance_length(pooled.alpha, [r.drafted for r in pooled.rounds]),

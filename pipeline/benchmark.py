@@ -9,6 +9,7 @@ As a stage of the study (--cell) everything but the pair and k comes from params
 from __future__ import annotations
 
 import argparse
+import platform
 import resource
 import sys
 from dataclasses import dataclass
@@ -20,13 +21,14 @@ import torch
 from torch.nn import Module
 from transformers import PreTrainedModel
 
-from pipeline import cells, cli
+from pipeline import cells, cli, options
 from pipeline.acceptance import prompt_generator
 from pipeline.prompts import encode_prompt, load_prompts, select_prompts
 from pipeline.study import Pair, Params, load_params, pair_spec
 from pipeline.timed import Setting, TextPrompt, compare
 from pipeline.weights import load_pair
 from specdec.drafters import Drafter, ModelDrafter
+from specdec.identity import check_device
 from specdec.models import count_parameters, random_prompt, resolve_device, resolve_dtype, toy_draft, toy_target
 from specdec.sampling import SamplingConfig
 
@@ -64,31 +66,27 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=["toy", "hf"], default="toy", help="random toy models, or real weights")
-    parser.add_argument("--target", default="smollm2-135m", help="a model of params.yaml, or a local folder")
-    parser.add_argument("--draft", default="int8", help="a model of params.yaml, a local folder, int8, bf16 or lookup")
-    parser.add_argument("--k", type=int, default=4, help="draft tokens per round (default: 4)")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    options.add_decoding_options(parser)
     parser.add_argument("--runs", type=int, default=5, help="timed runs of each method and prompt (default: 5)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's; 1 for the toy pair)")
     parser.add_argument(
-        "--prompts-per-category", type=int, default=2, help="of the prompts file that params.yaml names"
+        "--prompts-per-category", type=int, default=2, help="of the prompts file that params.yaml names (default: 2)"
     )
     parser.add_argument("--json", type=Path, help="also write the record here")
     parser.add_argument("--cell", action="store_true", help="measure a cell of the study: settings from params.yaml")
     parser.add_argument("--pair", help="with --cell --backend hf: a pair of params.yaml")
     args = parser.parse_args()
-    for name, least in (("k", 1), ("max_new_tokens", 1), ("runs", 2), ("threads", 1), ("prompts_per_category", 1)):
+    options.check_decoding_options(parser, args, least_k=1)  # at k = 0 there would be nothing to compare
+    for name, least in (("runs", 2), ("threads", 1), ("prompts_per_category", 1)):
         value = getattr(args, name)
         if value is not None and value < least:
             parser.error(f"--{name.replace('_', '-')} is {value}; allowed: integers of at least {least}")
-    if not 0 <= args.seed < 2**63:
-        parser.error(f"--seed is {args.seed}; allowed: integers from 0 to 2^63 - 1")
+    if args.backend == "toy":
+        for name in ("target", "draft"):
+            if getattr(args, name) is not None:
+                parser.error(f"--{name} is {getattr(args, name)} with the toy pair; allowed: only with --backend hf")
+    args.target = args.target or options.DEFAULT_TARGET
+    args.draft = args.draft or options.DEFAULT_DRAFT
     if args.cell and args.backend == "hf" and args.pair is None:
         parser.error("--cell --backend hf needs --pair, a pair of params.yaml")
     return args
@@ -103,6 +101,7 @@ def toy_cell(params: Params) -> dict[str, Any]:
         params.decoding.seed,
         params.toy.runs,
         params.timing.warmup,
+        params.decoding.verifier,
     )
     device, dtype = resolve_device(params.timing.device), resolve_dtype(params.timing.dtype)
     return measure("toy", toy_bench(device, dtype, params.toy.prompt_tokens, params.decoding.seed), setting)
@@ -122,6 +121,7 @@ def hf_cell(params: Params, pair_name: str, k: int) -> dict[str, Any]:
         params.decoding.seed,
         params.timing.runs,
         params.timing.warmup,
+        params.decoding.verifier,
     )
     return measure("hf", bench, setting)
 
@@ -130,37 +130,47 @@ def alone(params: Params, args: argparse.Namespace) -> dict[str, Any]:
     sampling = SamplingConfig(args.temperature, args.top_k, args.top_p)
     device, dtype = resolve_device(args.device), resolve_dtype(args.dtype)
     if args.backend == "toy":
-        bench = toy_bench(device, dtype, params.toy.prompt_tokens, args.seed)
+        bench = toy_bench(device, dtype, params.toy.prompt_tokens, args.seed, args.confidence)
     else:
         pair = Pair.model_construct(target=args.target, draft=args.draft)  # unlike in params.yaml, folders are allowed
         names = {"study": None, "pair": f"{args.target} + {args.draft}"}
-        bench = hf_bench(names, pair, params, args.prompts_per_category, device, dtype)
-    setting = Setting(args.k, sampling, args.max_new_tokens, bench.end_tokens, args.seed, args.runs, warmup=1)
+        bench = hf_bench(names, pair, params, args.prompts_per_category, device, dtype, args.confidence)
+    warmup, verifier = 1, args.verifier
+    setting = Setting(args.k, sampling, args.max_new_tokens, bench.end_tokens, args.seed, args.runs, warmup, verifier)
     return measure(args.backend, bench, setting)
 
 
-def toy_bench(device: torch.device, dtype: torch.dtype, prompt_tokens: int, seed: int) -> Bench:
+def toy_bench(
+    device: torch.device, dtype: torch.dtype, prompt_tokens: int, seed: int, confidence: float = 0.0
+) -> Bench:
     target, draft = (cast(PreTrainedModel, Module.to(m, device, dtype)) for m in (toy_target(), toy_draft()))
     prompts = [
         TextPrompt(i, "toy", random_prompt(target, prompt_tokens, prompt_generator(seed, i)))
         for i in range(TOY_PROMPTS)
     ]
     names = {"study": None, "pair": "toy", "target": "toy-target", "draft": "toy-draft"}
-    return Bench(names, target, ModelDrafter(draft), count_parameters(draft), prompts, [])
+    return Bench(names, target, ModelDrafter(draft, confidence), count_parameters(draft), prompts, [])
 
 
 def hf_bench(
-    names: dict[str, Any], pair: Pair, params: Params, per_category: int, device: torch.device, dtype: torch.dtype
+    names: dict[str, Any],
+    pair: Pair,
+    params: Params,
+    per_category: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    confidence: float = 0.0,
 ) -> Bench:
     chosen = select_prompts(load_prompts(params.prompts.file), params.prompts.categories, per_category)
-    loaded = load_pair(pair, params.models, device=device, dtype=dtype)
+    loaded = load_pair(pair, params.models, device=device, dtype=dtype, confidence_threshold=confidence)
     prompts = [TextPrompt(p.question_id, p.category, encode_prompt(loaded.tokenizer, p)) for p in chosen]
     names = {**names, "target": pair.target, "draft": pair.draft}
     return Bench(names, loaded.target, loaded.drafter, loaded.draft_parameters, prompts, loaded.end_tokens)
 
 
 def measure(backend: str, bench: Bench, setting: Setting) -> dict[str, Any]:
-    """Run the comparison and describe what it ran on."""
+    """Check the device, run the comparison and describe what it ran on."""
+    device_error = check_device(bench.target, bench.prompts[0].input_ids)
     label = f"{bench.names['pair']} k={setting.k} T={setting.sampling.temperature}"
     measured = compare(bench.target, bench.drafter, bench.prompts, setting, label)
     return {
@@ -170,14 +180,19 @@ def measure(backend: str, bench: Bench, setting: Setting) -> dict[str, Any]:
         "temperature": setting.sampling.temperature,
         "top_k": setting.sampling.top_k,
         "top_p": setting.sampling.top_p,
+        "verifier": setting.verifier,
+        "confidence_threshold": getattr(bench.drafter, "confidence_threshold", 0.0),
         "seed": setting.seed,
         "max_new_tokens": setting.max_new_tokens,
         "runs": setting.runs,
         "device": bench.target.device.type,
+        "device_logit_error": device_error,  # 0: float32 on the CPU is the reference
         "dtype": str(bench.target.dtype).removeprefix("torch."),
+        "draft_dtype": draft_dtype(bench.drafter),
         "threads": torch.get_num_threads(),
         "cpu": cells.cpu(),
         "device_name": torch.cuda.get_device_name() if bench.target.device.type == "cuda" else bench.target.device.type,
+        "os": platform.platform(),
         "torch": version("torch"),
         "transformers": version("transformers"),
         "target_parameters": count_parameters(bench.target),
@@ -185,6 +200,11 @@ def measure(backend: str, bench: Bench, setting: Setting) -> dict[str, Any]:
         "peak_memory_bytes": peak_memory_bytes(bench.target.device),
         **measured,
     }
+
+
+def draft_dtype(drafter: Drafter) -> str | None:
+    """The number format of the draft's activations; None without a model."""
+    return str(drafter.model.dtype).removeprefix("torch.") if isinstance(drafter, ModelDrafter) else None
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -212,7 +232,7 @@ def render(record: dict[str, Any]) -> str:
     rows = [
         ("target", f"{record['target']} ({record['target_parameters']:,} parameters)"),
         ("draft", f"{record['draft']} ({draft_size})"),
-        ("backend", f"{record['backend']}, {record['device']}, {record['dtype']}, {record['threads']} threads"),
+        ("backend", f"{record['backend']}, {record['device']}, {record['dtype']}, CPU threads: {record['threads']}"),
         ("decoding", f"k = {record['k']}, {sampling}, {record['prompts']} prompts, {record['new_tokens']} new tokens"),
         ("alpha, accepted / tested", interval("alpha")),
         ("alpha, mean overlap of p and q", interval("alpha_overlap")),

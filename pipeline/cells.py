@@ -50,6 +50,18 @@ def hf_benchmark(study: str, pair: str, k: int) -> Path:
     return METRICS / "hf_benchmark" / study / pair / f"{k}.json"
 
 
+def sweep_block(study: str, pair: str, temperature: float) -> Path:
+    return METRICS / "sweep_block" / study / pair / f"{float(temperature)}.json"
+
+
+def sweep_confidence(study: str, pair: str, threshold: float) -> Path:
+    return METRICS / "sweep_confidence" / study / pair / f"{float(threshold)}.json"
+
+
+def greedy_identity(study: str, pair: str, dtype: str) -> Path:
+    return METRICS / "greedy_identity" / study / pair / f"{dtype}.json"
+
+
 def cpu() -> str | None:
     """The processor that a new cell is measured on, by `hardware`; None if that stage never ran."""
     return read_json(HARDWARE)["fingerprint"]["cpu"] if HARDWARE.exists() else None

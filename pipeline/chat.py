@@ -13,7 +13,7 @@ from typing import TextIO
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pipeline import cli
+from pipeline import cli, options
 from pipeline.prompts import encode_conversation
 from pipeline.study import Pair, load_params
 from pipeline.weights import load_pair
@@ -28,22 +28,14 @@ _MARKS: dict[TokenKind, tuple[str, str]] = {"accepted": ("", ""), "corrected": (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompt")
-    parser.add_argument("--target", default="smollm2-135m", help="a model of params.yaml, or a local folder")
-    parser.add_argument("--draft", default="int8", help="a model of params.yaml, a local folder, int8, bf16 or lookup")
-    parser.add_argument("--k", type=int, default=4, help="draft tokens per round (default: 4)")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    options.add_decoding_options(parser)
     args = parser.parse_args()
-    if not 0 <= args.seed < 2**63:
-        parser.error(f"--seed is {args.seed}; allowed: integers from 0 to 2^63 - 1")
+    options.check_decoding_options(parser, args, least_k=0)
     params = load_params()
-    pair = Pair.model_construct(target=args.target, draft=args.draft)  # unlike in params.yaml, folders are allowed
-    loaded = load_pair(pair, params.models, device=resolve_device(args.device), dtype=resolve_dtype(args.dtype))
+    target, draft = args.target or options.DEFAULT_TARGET, args.draft or options.DEFAULT_DRAFT
+    pair = Pair.model_construct(target=target, draft=draft)  # unlike in params.yaml, folders are allowed
+    device, dtype = resolve_device(args.device), resolve_dtype(args.dtype)
+    loaded = load_pair(pair, params.models, device=device, dtype=dtype, confidence_threshold=args.confidence)
     printer = RoundPrinter(loaded.tokenizer, sys.stdout)
     result = speculative_generate(
         loaded.target,
@@ -55,6 +47,7 @@ def main() -> None:
         top_k=args.top_k,
         top_p=args.top_p,
         eos_token_id=loaded.end_tokens,
+        verify=args.verifier,
         generator=torch.Generator().manual_seed(args.seed),
         on_round=printer.on_round,
     )

@@ -72,6 +72,15 @@ def study_cells(params: Params) -> dict[str, Path]:
             f"sweep_temperature@{prefix}-{t}": cells.sweep_temperature(study.name, pair, t) for t in study.temperature
         }
         found |= {f"hf_benchmark@{prefix}-{k}": cells.hf_benchmark(study.name, pair, k) for k in study.benchmark_k}
+    for pair in study.draft_model_pairs:
+        prefix = f"{study.name}-{pair}"
+        found |= {f"sweep_block@{prefix}-{t}": cells.sweep_block(study.name, pair, t) for t in study.temperature}
+        found |= {
+            f"sweep_confidence@{prefix}-{c}": cells.sweep_confidence(study.name, pair, c) for c in study.confidence
+        }
+        found |= {
+            f"greedy_identity@{prefix}-{d}": cells.greedy_identity(study.name, pair, d) for d in study.identity_dtypes
+        }
     return found
 
 

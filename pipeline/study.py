@@ -87,6 +87,14 @@ Temperature = Annotated[
         lambda value: type(value) is float and _is_number(value) and value > 0,
     ),
 ]
+Probability = Annotated[
+    float,
+    _only(
+        "probabilities written with a decimal point, such as 0.0 or 0.5",
+        lambda value: type(value) is float and 0 <= value <= 1,
+    ),
+]
+Dtype = Annotated[Literal["float32", "bfloat16", "float16"], _one_of("float32", "bfloat16", "float16")]
 Sha256 = Annotated[str, _only("sha256 sums of 64 digits 0-9 and a-f", _matches(r"[0-9a-f]{64}"))]
 Values = Annotated[
     list[T],
@@ -158,6 +166,10 @@ class Study(Section):
     k: Values[Count]
     temperature: Values[Temperature]
     benchmark_k: Values[Count]
+    draft_model_pairs: Values[Name]
+    confidence: Values[Probability]
+    confidence_k: Count
+    identity_dtypes: Values[Dtype]
     prompts_per_category: Count
     max_new_tokens: Count
 
@@ -168,7 +180,7 @@ class PromptsSpec(Section):
 
 
 class Decoding(Section):
-    """What the study holds fixed: `k` while the temperature varies, `temperature` (0 = greedy) while k does."""
+    """What the study holds fixed: `k` while the temperature varies, `temperature` (0 = greedy) while k does, and the verifier."""
 
     seed: Seed
     k: Count
@@ -178,13 +190,14 @@ class Decoding(Section):
         float | None,
         _only("null or numbers above 0 and up to 1", lambda v: v is None or (_is_number(v) and 0 < v <= 1)),
     ]
+    verifier: Annotated[Literal["token", "block"], _one_of("token", "block")]
 
 
 class Timing(Section):
     runs: Annotated[int, _int(2)]
     warmup: Count
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], _one_of("auto", "cpu", "cuda", "mps")]
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], _one_of("float32", "bfloat16", "float16")]
+    dtype: Dtype
     threads: Annotated[int | None, _optional_int(1)]
 
 
@@ -304,6 +317,11 @@ def _check_names(params: Params) -> None:
         for index, name in enumerate(study.pairs):
             if name not in params.pairs:
                 raise _Fault(f"{place}.pairs[{index}] is {_short(name)}; allowed: {', '.join(params.pairs)}")
+        drafted_by_models = [name for name in study.pairs if params.pairs[name].draft != "lookup"]
+        for index, name in enumerate(study.draft_model_pairs):
+            if name not in drafted_by_models:
+                allowed = ", ".join(drafted_by_models) or "none, since no pair of this study has a draft model"
+                raise _Fault(f"{place}.draft_model_pairs[{index}] is {_short(name)}; allowed: {allowed}")
     # A study's name is a folder of results: two studies, or two versions of one, must not write into the same.
     for key, study in params.studies.items():
         if study.name != key:

@@ -20,9 +20,10 @@ from specdec.generate import autoregressive_generate, speculative_generate
 from specdec.identity import TIE_GAP, check_greedy_identity
 from specdec.sampling import SamplingConfig
 from specdec.stats import AcceptanceStats
-from specdec.timing import TimedRun, cached_step, forward_seconds, interleave, now, time_generation
+from specdec.timing import StepClock, TimedRun, cached_step, interleave, now, time_generation
 
-COST_RUNS = 15  # repeats of each forward from which c and v are taken
+COST_RUNS = 2  # timed calls, after each prompt, of each forward from which c and v are taken
+DRAFT = "draft"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Setting:
     seed: int
     runs: int
     warmup: int
+    verifier: str = "token"
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,12 @@ def compare(
     for method in methods.values():
         for _ in range(setting.warmup):
             method(prompts[0])
+    costs = cost_clock(target, drafter, prompts, min(setting.k, setting.max_new_tokens - 1) + 1)
+    outcomes = []
     with tqdm(total=len(prompts) * setting.runs * len(methods), desc=label, unit="run") as progress:
-        outcomes = [_interleaved(methods, prompt, setting.runs, progress) for prompt in prompts]
+        for prompt in prompts:
+            outcomes.append(_interleaved(methods, prompt, setting.runs, progress))
+            costs.sample(COST_RUNS)
     results = [
         PromptResult(p.question_id, p.category, outcome["spec"][0].stats)
         for p, outcome in zip(prompts, outcomes, strict=True)
@@ -84,14 +90,15 @@ def compare(
     acceptance = acceptance_record(results)
     speed = speed_record([{name: [o.run for o in runs] for name, runs in outcome.items()} for outcome in outcomes])
     drafted = [r.drafted for result in results for r in result.stats.rounds]
-    draft_seconds, target_seconds = measure_costs(target, drafter, prompts, max(drafted) + 1)
+    seconds = costs.medians()
+    draft_seconds = seconds.pop(DRAFT)
     prediction = prediction_record(
         drafted,
         acceptance["alpha"],
         acceptance["mean_acceptance_length"],
         speed["speedup"],
         draft_seconds,
-        target_seconds,
+        {int(n): value for n, value in seconds.items()},
     )
     identity = identity_record(target, drafter, prompts, outcomes, setting)
     samples = [_raw(p, outcome) for p, outcome in zip(prompts, outcomes, strict=True)]
@@ -115,7 +122,13 @@ def own_method(target: PreTrainedModel, drafter: Drafter | None, setting: Settin
                 autoregressive_generate(target, prompt.input_ids, on_prefill=on_prefill, **options)
                 if drafter is None
                 else speculative_generate(
-                    target, prompt.input_ids, drafter=drafter, k=setting.k, on_prefill=on_prefill, **options
+                    target,
+                    prompt.input_ids,
+                    drafter=drafter,
+                    k=setting.k,
+                    verify=setting.verifier,
+                    on_prefill=on_prefill,
+                    **options,
                 )
             ),
             target.device,
@@ -212,23 +225,19 @@ def _verdict(prompts: int, matching: int, ties: int) -> str:
     return f"{matching} of {prompts} prompts identical"
 
 
-def measure_costs(
-    target: PreTrainedModel, drafter: Drafter, prompts: Sequence[TextPrompt], most_rows: int
-) -> tuple[float, dict[int, float]]:
-    """T_draft(1), and T_target(n) for n = 1..most_rows, in seconds, behind the prompt of median length.
+def cost_clock(target: PreTrainedModel, drafter: Drafter, prompts: Sequence[TextPrompt], most_rows: int) -> StepClock:
+    """A clock of T_draft(1), called DRAFT, and of T_target(n), n = 1..most_rows, called n, behind the prompt of median length.
 
     A drafter without a model has the time of one look-up for its T_draft(1).
     """
     context = sorted((p.input_ids[0] for p in prompts), key=len)[len(prompts) // 2]
     steps = {str(n): cached_step(target, context, n) for n in range(1, most_rows + 1)}
     if isinstance(drafter, ModelDrafter):
-        steps["draft"] = cached_step(drafter.model, context, 1)
+        steps[DRAFT] = cached_step(drafter.model, context, 1)
     else:
         chooser = GeneratorChooser(torch.Generator().manual_seed(0))
-        steps["draft"] = lambda: drafter.propose(context, max(1, most_rows - 1), chooser)
-    seconds = forward_seconds(steps, target.device, COST_RUNS)
-    draft = seconds.pop("draft")
-    return draft, {int(n): value for n, value in seconds.items()}
+        steps[DRAFT] = lambda: drafter.propose(context, max(1, most_rows - 1), chooser)
+    return StepClock(steps, target.device)
 
 
 def _interleaved(methods: dict[str, Method], prompt: TextPrompt, runs: int, progress: tqdm) -> dict[str, list[Outcome]]:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from pipeline import cells, cli
-from pipeline.acceptance import PromptResult, acceptance_record, prompt_generator
+from pipeline.acceptance import ComparingVerifier, PromptResult, acceptance_record, gain_record, prompt_generator
 from pipeline.study import Params, load_params
 from specdec.drafters import ModelDrafter
 from specdec.generate import autoregressive_generate, speculative_generate
@@ -46,6 +46,7 @@ def measure(params: Params, k: int, temperature: float) -> dict[str, Any]:
     target, draft = toy_target(), toy_draft()
     drafter = ModelDrafter(draft)
     results: list[PromptResult] = []
+    verifiers: list[ComparingVerifier] = []
     agreements: list[bool] = []
     first = params.decoding.seed
     draws = [(seed, i) for seed in range(first, first + params.toy.seeds) for i in range(PROMPTS_PER_SEED)]
@@ -53,8 +54,16 @@ def measure(params: Params, k: int, temperature: float) -> dict[str, Any]:
         generator = prompt_generator(seed, i)
         prompt = random_prompt(target, params.toy.prompt_tokens, generator)
         tokens = params.toy.max_new_tokens
+        verifiers.append(ComparingVerifier(params.decoding.verifier))
         result = speculative_generate(
-            target, prompt, drafter=drafter, k=k, max_new_tokens=tokens, temperature=temperature, generator=generator
+            target,
+            prompt,
+            drafter=drafter,
+            k=k,
+            max_new_tokens=tokens,
+            temperature=temperature,
+            verify=verifiers[-1],
+            generator=generator,
         )
         results.append(PromptResult(f"{seed}/{i}", "toy", result.stats))
         greedy = autoregressive_generate(target, prompt, max_new_tokens=tokens) if temperature > 0 else result
@@ -68,6 +77,8 @@ def measure(params: Params, k: int, temperature: float) -> dict[str, Any]:
         "temperature": temperature,
         "top_k": None,
         "top_p": None,
+        "verifier": params.decoding.verifier,
+        "confidence_threshold": 0.0,
         "seed": params.decoding.seed,
         "seeds": params.toy.seeds,
         "max_new_tokens": params.toy.max_new_tokens,
@@ -75,6 +86,7 @@ def measure(params: Params, k: int, temperature: float) -> dict[str, Any]:
         "limit_high_temperature": 1.0,  # both laws become uniform
         "cpu": cells.cpu(),  # where this was measured; nothing is derived from it
         **acceptance_record(results),
+        **gain_record(verifiers),
     }
 
 

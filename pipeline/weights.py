@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from pipeline.cells import read_json, write_json
-from pipeline.study import LocalModel, ModelSpec, Pair, WheelModel
+from pipeline.study import RESERVED_DRAFTS, LocalModel, ModelSpec, Pair, WheelModel
 from specdec.cache import context_length
 from specdec.drafters import Drafter, ModelDrafter, PromptLookupDrafter
 from specdec.errors import InputError
@@ -66,16 +66,22 @@ def load_pair(
     device: torch.device,
     dtype: torch.dtype,
     models_dir: Path = MODELS_DIR,
+    confidence_threshold: float = 0.0,
 ) -> LoadedPair:
     """Fetch what is not there yet, load both models and check that they fit together.
 
     Args:
         pair: target and draft are names in `models` or local folders; the draft may be int8, bf16 or lookup.
         dtype: of the target, and of a draft that is a model of its own.
+        confidence_threshold: see `ModelDrafter`.
 
     Raises:
-        InputError: a model cannot be had or loaded, or the draft does not fit the target.
+        InputError: a model cannot be had or loaded, or the draft does not fit the target, or has no confidence to stop at.
     """
+    if pair.draft == "lookup" and confidence_threshold != 0:
+        raise InputError(
+            f"The confidence threshold is {confidence_threshold} with the draft lookup; allowed: 0, since it has no model."
+        )
     path = ensure_model(pair.target, resolve_model(pair.target, models), models_dir)
     target, tokenizer = load_model(path, dtype=dtype, device=device), load_tokenizer(path)
     parameters = count_parameters(target)
@@ -84,14 +90,14 @@ def load_pair(
         case "lookup":
             drafter, parameters = PromptLookupDrafter(), 0
         case "int8":
-            drafter = ModelDrafter(int8_copy(target))
+            drafter = ModelDrafter(int8_copy(target), confidence_threshold)
         case "bf16":
-            drafter = ModelDrafter(bfloat16_copy(target))
+            drafter = ModelDrafter(bfloat16_copy(target), confidence_threshold)
         case name:
             path = ensure_model(name, resolve_model(name, models), models_dir)
             draft = load_model(path, dtype=dtype, device=device)
             check_pair(target, draft, tokenizer, load_tokenizer(path))
-            drafter, parameters = ModelDrafter(draft), count_parameters(draft)
+            drafter, parameters = ModelDrafter(draft, confidence_threshold), count_parameters(draft)
     return LoadedPair(target, drafter, parameters, tokenizer, end_tokens(target, tokenizer))
 
 
@@ -115,7 +121,10 @@ def resolve_model(name_or_path: str, models: Mapping[str, ModelSpec]) -> ModelSp
         return models[name_or_path]
     if Path(name_or_path).is_dir():
         return LocalModel(source="local", path=name_or_path)
-    raise InputError(f"The model {name_or_path!r} is not known; allowed: {', '.join(models)}, or a local folder.")
+    raise InputError(
+        f"The model {name_or_path!r} is not known; allowed: {', '.join(models)}, a local folder, or as a draft "
+        f"{', '.join(RESERVED_DRAFTS)}."
+    )
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

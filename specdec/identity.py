@@ -4,14 +4,25 @@ One pass over k + 1 tokens and k + 1 passes over one token run different kernels
 best logits lie closer than that, either token is greedy. Any larger gap is a fault.
 """
 
+import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec.errors import InputError
+
 TIE_GAP = 5e-4  # in logits, float32; ten times the difference seen between kernels
+# In a coarser format a gap is told in units in the last place (ulps) of the largest logit: of a bfloat16 logit near 20, one is
+# 0.125. Rounding adds up over the layers, so a near-tie may be a few of them wide.
+NEAR_TIE_ULPS = 4.0
+# How far a device's logits may lie from the CPU's float32 ones, relative to their spread. Rounding is far below, another model
+# or a broken kernel near 1.
+DEVICE_ERROR = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 @dataclass(frozen=True)
@@ -47,3 +58,60 @@ def check_greedy_identity(
         logits = target(context[None].to(target.device), logits_to_keep=1).logits[0, -1].float()
     gap = float(logits.max() - torch.minimum(logits[plain[first]], logits[speculative[first]]))
     return IdentityReport(False, first, gap)
+
+
+@dataclass(frozen=True)
+class EmittedGaps:
+    """How safely each new token was the best one, by one uncached pass over the text; all of shape (n,), float64.
+
+    Args:
+        below_best: the largest logit minus that of the emitted token; 0 where the best one was emitted.
+        top2: the largest logit minus the second largest.
+        ulp: the spacing of the target's number format at the largest logit.
+    """
+
+    below_best: Tensor
+    top2: Tensor
+    ulp: Tensor
+
+
+@torch.inference_mode()
+def emitted_gaps(target: PreTrainedModel, input_ids: Tensor, new_tokens: Sequence[int]) -> EmittedGaps:
+    """Judge greedy output by teacher forcing: feed the prompt, shape (1, T), and the n new tokens at once."""
+    emitted = torch.tensor(new_tokens, dtype=torch.int64)
+    text = torch.cat([input_ids[0].cpu(), emitted])[:-1]
+    logits = target(text[None].to(target.device), logits_to_keep=len(emitted)).logits[0].cpu()
+    best, second = logits.double().topk(2, dim=-1).values.T
+    chosen = logits.double().gather(1, emitted[:, None])[:, 0]
+    exponent = best.abs().clamp_min(torch.finfo(logits.dtype).tiny).log2().floor()
+    return EmittedGaps(best - chosen, best - second, torch.finfo(logits.dtype).eps * 2.0**exponent)
+
+
+@torch.inference_mode()
+def check_device(model: PreTrainedModel, input_ids: Tensor) -> float:
+    """Compare the model's logits with those of a float32 copy on the CPU, on one prompt, shape (1, T).
+
+    A device whose kernels are wrong agrees with itself: plain and speculative decoding then give the same garbage, and an
+    equality check passes. A float32 model on the CPU is the reference itself and is not copied.
+
+    Returns:
+        The error relative to the spread of a position's logits, mean over positions. (The first token of a text, on which
+        attention rests, is off by 0.2 in bfloat16 with real weights, the others by 0.03: no single position is a good judge.)
+
+    Raises:
+        InputError: the error is larger than rounding in this number format explains.
+    """
+    if model.device.type == "cpu" and model.dtype == torch.float32:
+        return 0.0
+    reference = cast(torch.nn.Module, copy.deepcopy(model)).to("cpu", torch.float32)
+    expected = reference(input_ids.cpu()).logits[0].double()
+    logits = model(input_ids.to(model.device)).logits[0].cpu().double()
+    spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    error = float(((logits - expected).norm(dim=-1) / spread).mean())
+    allowed = DEVICE_ERROR.get(model.dtype, DEVICE_ERROR[torch.bfloat16])
+    if not error <= allowed or math.isnan(error):
+        raise InputError(
+            f"the logits of {type(model).__name__} on {model.device} in {str(model.dtype).removeprefix('torch.')} differ from "
+            f"the CPU's by {error:.2g} of their spread (torch {torch.__version__}); allowed: at most {allowed:g}, another device"
+        )
+    return error

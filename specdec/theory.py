@@ -65,6 +65,32 @@ def iid_acceptance_length(alpha: float, per_round_k: Sequence[int]) -> float | N
     return sum(expected_tokens_per_round(alpha, k) for k in per_round_k) / len(per_round_k)
 
 
+def expected_accepted_by_token(acceptance: Sequence[float]) -> float:
+    """How many tokens of a draft token verification accepts in expectation: Σ_i a_1 ⋯ a_i.
+
+    Args:
+        acceptance: min(1, p / q) at each drafted token, from `verify.token_acceptance`.
+    """
+    expected, all_so_far = 0.0, 1.0
+    for a in acceptance:
+        all_so_far *= a
+        expected += all_so_far
+    return expected
+
+
+def expected_accepted_by_block(acceptance: Sequence[float]) -> float:
+    """How many tokens of a draft block verification accepts in expectation: Σ_i P(a prefix of at least i tokens passes).
+
+    Args:
+        acceptance: the probability that each prefix passes its test, from `verify.block_acceptance`.
+    """
+    expected, none_behind = 0.0, 1.0
+    for h in reversed(acceptance):
+        none_behind *= 1 - h
+        expected += 1 - none_behind
+    return expected
+
+
 def _check(alpha: float, k: int) -> None:
     if not 0 <= alpha <= 1:
         raise InputError(f"alpha is {alpha}; allowed: a probability from 0 to 1")

@@ -66,16 +66,30 @@ def interleave(names: list[str], runs: int) -> Iterator[str]:
         yield from names if run % 2 == 0 else reversed(names)
 
 
-def forward_seconds(steps: Mapping[str, Callable[[], object]], device: torch.device, runs: int) -> dict[str, float]:
-    """Median seconds of each step, interleaved, after one discarded call each."""
-    samples: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():
-        step()
-    for name in interleave(list(steps), runs):
-        start = now(device)
-        steps[name]()
-        samples[name].append(now(device) - start)
-    return {name: median(values) for name, values in samples.items()}
+class StepClock:
+    """Times several steps against each other, a few calls at a time, so that they can be spread over a long measurement.
+
+    A machine's speed drifts over minutes: figures of one burst would be of another machine than the runs they are set beside.
+    The first call of each step is made here and does not count.
+    """
+
+    def __init__(self, steps: Mapping[str, Callable[[], object]], device: torch.device) -> None:
+        self._steps = steps
+        self._device = device
+        self._samples: dict[str, list[float]] = {name: [] for name in steps}
+        for step in steps.values():
+            step()
+
+    def sample(self, runs: int) -> None:
+        """Time each step `runs` times, interleaved."""
+        for name in interleave(list(self._steps), runs):
+            start = now(self._device)
+            self._steps[name]()
+            self._samples[name].append(now(self._device) - start)
+
+    def medians(self) -> dict[str, float]:
+        """Seconds of each step."""
+        return {name: median(values) for name, values in self._samples.items()}
 
 
 def cached_step(model: PreTrainedModel, context: Tensor, n: int) -> Callable[[], object]:

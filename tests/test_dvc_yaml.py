@@ -28,7 +28,10 @@ ORDER = [
     "download",
     "sweep_k",
     "sweep_temperature",
+    "sweep_block",
+    "sweep_confidence",
     "hf_benchmark",
+    "greedy_identity",
     "tables",
     "plot",
     "report",
@@ -51,7 +54,7 @@ def test_packages_import_nothing(package):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_declares_the_modules_that_its_script_imports(stage):
+def test_a17_a_stage_declares_the_modules_that_its_script_imports(stage):
     declared = [dep for dep in STAGES[stage]["deps"] if dep.endswith(".py")]
     assert len(set(declared)) == len(declared)
     assert set(declared) == closure(script_of(STAGES[stage]["cmd"])), "`make deps` mends this"
@@ -153,6 +156,10 @@ def test_stages_of_one_script_declare_the_same_keys_but_for_what_they_vary():
     sweep_k, sweep_temperature = declared_keys("sweep_k"), declared_keys("sweep_temperature")
     assert sweep_k ^ sweep_temperature == {"decoding.k", "decoding.temperature"}
     assert "decoding.temperature" in sweep_k and "decoding.k" in sweep_temperature
+    assert sweep_temperature - declared_keys("sweep_block") == {"decoding.verifier"}
+    assert declared_keys("sweep_confidence") - sweep_k == {"study.confidence_k"} and sweep_k <= declared_keys(
+        "sweep_confidence"
+    )
     assert declared_keys("hf_benchmark") - sweep_k == {"timing"} and sweep_k <= declared_keys("hf_benchmark")
     assert declared_keys("toy_sweep_temperature") - declared_keys("toy_sweep_k") == {"toy.k_for_temperature"}
     assert declared_keys("toy_sweep_k") <= declared_keys("toy_sweep_temperature")

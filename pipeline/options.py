@@ -1,0 +1,53 @@
+"""The command-line options of benchmark.py and chat.py that say what decodes and how."""
+
+from __future__ import annotations
+
+import argparse
+
+from specdec.errors import InputError
+from specdec.sampling import SamplingConfig
+from specdec.verify import VERIFIERS
+
+DEFAULT_TARGET, DEFAULT_DRAFT = "smollm2-135m", "int8"
+
+
+def add_decoding_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options; a target or draft that is not given is None."""
+    parser.add_argument("--target", help=f"a model of params.yaml, or a local folder (default: {DEFAULT_TARGET})")
+    parser.add_argument(
+        "--draft", help=f"a model of params.yaml, a local folder, int8, bf16 or lookup (default: {DEFAULT_DRAFT})"
+    )
+    parser.add_argument("--k", type=int, default=4, help="draft tokens per round (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="(default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--top-k", type=int, help="keep the K likeliest tokens (default: all)")
+    parser.add_argument("--top-p", type=float, help="keep the likeliest tokens up to this probability (default: all)")
+    parser.add_argument("--verifier", default="token", choices=list(VERIFIERS), help="(default: %(default)s)")
+    parser.add_argument(
+        "--confidence",
+        type=float,
+        default=0.0,
+        help="stop a draft behind a token less probable than this (default: never)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument(
+        "--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="(default: %(default)s)"
+    )
+
+
+def check_decoding_options(parser: argparse.ArgumentParser, args: argparse.Namespace, least_k: int) -> None:
+    """Refuse numbers out of range before anything is loaded; exits with 2 and one sentence."""
+    for name, least in (("k", least_k), ("max_new_tokens", 1)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; allowed: integers of at least {least}")
+    if not 0 <= args.seed < 2**63:
+        parser.error(f"--seed is {args.seed}; allowed: integers from 0 to 2^63 - 1")
+    if not 0 <= args.confidence <= 1:
+        parser.error(f"--confidence is {args.confidence}; allowed: a number from 0 to 1")
+    try:
+        SamplingConfig(args.temperature, args.top_k, args.top_p)
+    except InputError as error:
+        parser.error(str(error))
