@@ -170,7 +170,7 @@ def hf_bench(
 
 def measure(backend: str, bench: Bench, setting: Setting) -> dict[str, Any]:
     """Check the device, run the comparison and describe what it ran on."""
-    device_error = check_device(bench.target, bench.prompts[0].input_ids)
+    device_error = device_logit_error(bench)
     label = f"{bench.names['pair']} k={setting.k} T={setting.sampling.temperature}"
     measured = compare(bench.target, bench.drafter, bench.prompts, setting, label)
     return {
@@ -202,6 +202,18 @@ def measure(backend: str, bench: Bench, setting: Setting) -> dict[str, Any]:
     }
 
 
+def device_logit_error(bench: Bench) -> float:
+    """How far the logits of both models lie from the CPU's float32 ones; where the target is those, nothing is copied.
+
+    Raises:
+        InputError: too far. A wrong target gives garbage at a fine speed; a wrong draft gives a wrong α and speed-up.
+    """
+    if bench.target.device.type == "cpu" and bench.target.dtype == torch.float32:
+        return 0.0
+    models = [bench.target, *([bench.drafter.model] if isinstance(bench.drafter, ModelDrafter) else [])]
+    return max(check_device(model, bench.prompts[0].input_ids) for model in models)
+
+
 def draft_dtype(drafter: Drafter) -> str | None:
     """The number format of the draft's activations; None without a model."""
     return str(drafter.model.dtype).removeprefix("torch.") if isinstance(drafter, ModelDrafter) else None
@@ -229,11 +241,15 @@ def render(record: dict[str, Any]) -> str:
 
     draft_size = f"{record['draft_parameters']:,} parameters" if record["draft_parameters"] else "no model"
     sampling = "greedy" if record["temperature"] == 0 else f"temperature {record['temperature']}"
+    dtypes = record["dtype"]
+    if record["draft_dtype"] not in (None, record["dtype"]):
+        dtypes += f" (draft: {record['draft_dtype']})"
     rows = [
         ("target", f"{record['target']} ({record['target_parameters']:,} parameters)"),
         ("draft", f"{record['draft']} ({draft_size})"),
-        ("backend", f"{record['backend']}, {record['device']}, {record['dtype']}, CPU threads: {record['threads']}"),
+        ("backend", f"{record['backend']}, {record['device']}, {dtypes}, CPU threads: {record['threads']}"),
         ("decoding", f"k = {record['k']}, {sampling}, {record['prompts']} prompts, {record['new_tokens']} new tokens"),
+        ("verifier", record["verifier"]),
         ("alpha, accepted / tested", interval("alpha")),
         ("alpha, mean overlap of p and q", interval("alpha_overlap")),
         ("acceptance rate, accepted / proposed", interval("draft_acceptance_rate")),

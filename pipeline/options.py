@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from specdec.errors import InputError
 from specdec.sampling import SamplingConfig
 from specdec.verify import VERIFIERS
 
@@ -39,7 +38,11 @@ def add_decoding_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_decoding_options(parser: argparse.ArgumentParser, args: argparse.Namespace, least_k: int) -> None:
-    """Refuse numbers out of range before anything is loaded; exits with 2 and one sentence."""
+    """Refuse numbers out of range, before anything is loaded.
+
+    Raises:
+        InputError: temperature, top_k or top_p; the other options exit with 2 and one sentence, as argparse does.
+    """
     for name, least in (("k", least_k), ("max_new_tokens", 1)):
         if getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; allowed: integers of at least {least}")
@@ -47,7 +50,4 @@ def check_decoding_options(parser: argparse.ArgumentParser, args: argparse.Names
         parser.error(f"--seed is {args.seed}; allowed: integers from 0 to 2^63 - 1")
     if not 0 <= args.confidence <= 1:
         parser.error(f"--confidence is {args.confidence}; allowed: a number from 0 to 1")
-    try:
-        SamplingConfig(args.temperature, args.top_k, args.top_p)
-    except InputError as error:
-        parser.error(str(error))
+    SamplingConfig(args.temperature, args.top_k, args.top_p)

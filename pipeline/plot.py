@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import cycle, pairwise
 from pathlib import Path
@@ -61,13 +62,16 @@ def main() -> None:
 def draw(folder: Path) -> dict[str, Figure]:
     """Every figure by name, from the tables in `folder`."""
     by_k, positions = read_table(folder, "sweep_k"), read_table(folder, "acceptance_per_position")
+    by_temperature, toy_temperature = read_table(folder, "sweep_temperature"), read_table(folder, "toy_temperature")
     toy_k, toy_positions = read_table(folder, "toy_k"), read_table(folder, "toy_acceptance_per_position")
     return {
         "tokens_per_round": tokens_per_round(by_k),
         "acceptance_per_position": acceptance_per_position(positions, by_k),
-        "acceptance_vs_temperature": acceptance_vs_temperature(read_table(folder, "sweep_temperature")),
+        "acceptance_vs_temperature": acceptance_vs_temperature(by_temperature),
+        "block_verification": block_verification(by_temperature, toy_temperature),
+        "confidence": confidence(read_table(folder, "sweep_confidence")),
         "speedup": speedup(read_table(folder, "hf_benchmark")),
-        "toy": toy(toy_k, toy_positions, read_table(folder, "toy_temperature")),
+        "toy": toy(toy_k, toy_positions, toy_temperature),
     }
 
 
@@ -127,6 +131,53 @@ def acceptance_vs_temperature(by_temperature: pd.DataFrame) -> Figure:
     _ticks(ax, by_temperature["temperature"])
     legend(figure, looks, [_measured(by_temperature)])
     return figure
+
+
+def block_verification(by_temperature: pd.DataFrame, toy_temperature: pd.DataFrame) -> Figure:
+    """Tokens per round by block verification over those by token verification, expected on the same drafts."""
+    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
+    ax = figure.subplots()
+    both = pd.concat([by_temperature, toy_temperature])
+    looks = pair_looks(both["pair"])
+    temperatures = both["temperature"]
+    ax.axhline(1, color=GREY, linestyle=":", linewidth=1.2)
+    for pair, part in _by_pair(by_temperature, "temperature", log_span=temperatures.max() / temperatures.min()):
+        measured(ax, part, "block_gain", looks[pair])
+    for pair, part in _by_pair(toy_temperature, "temperature"):
+        measured(ax, part, "block_gain", looks[pair])
+    ax.set(xscale="log", xlabel="temperature (T), log scale", ylabel="tokens per round, block / token verification")
+    _ticks(ax, temperatures, log=True)
+    legend(figure, looks, [_measured(both), _line("no gain", ":")])
+    return figure
+
+
+def confidence(by_confidence: pd.DataFrame) -> Figure:
+    """What a threshold saves the draft and costs the target, and how much of what is drafted it makes acceptable."""
+    figure = Figure(figsize=(WIDTH, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    looks = pair_looks(by_confidence["pair"])
+    ordered = by_confidence.sort_values("confidence_threshold", kind="stable")
+    for pair, part in _by_pair(ordered, "confidence_threshold", panels=2):
+        measured(right, part, "draft_acceptance_rate", looks[pair])
+        part = part.assign(x=part["mean_drafted_per_round"] / part["mean_acceptance_length"])
+        measured(left, part, "mean_acceptance_length", looks[pair])
+        if pair == next(iter(looks)):  # more of them would hide each other
+            _name_ends(left, part, looks[pair]["color"])
+    left.set(xlabel="drafted tokens per emitted token", ylabel="tokens per target forward (τ)")
+    left.margins(x=0.12, y=0.12)
+    right.set(xlabel="confidence threshold", ylabel="acceptance rate (accepted / proposed)", ylim=(-0.03, 1.03))
+    _ticks(right, by_confidence["confidence_threshold"])
+    legend(figure, looks, [_measured(by_confidence)])
+    return figure
+
+
+def _name_ends(ax: Axes, part: pd.DataFrame, colour: Any) -> None:
+    """Write the lowest and the highest threshold where their points are, on the sides where the line is not."""
+    rows = part.to_dict("records")
+    for row, offset, side in ((rows[-1], (6, -14), "left"), (rows[0], (-6, 7), "right"))[: len(rows)]:
+        text, place = f"threshold {row['confidence_threshold']:g}", (row["x"], row["mean_acceptance_length"])
+        if pd.notna(row["x"]):
+            ax.annotate(text, place, offset, textcoords="offset points", ha=side, color=colour)
 
 
 def speedup(benchmark: pd.DataFrame) -> Figure:
@@ -223,13 +274,23 @@ def pair_looks(pairs: Iterable[str]) -> dict[str, Look]:
     return {pair: {"color": next(colours), "marker": next(markers)} for pair in dict.fromkeys(pairs)}
 
 
-def _by_pair(table: pd.DataFrame, axis: str, panels: int = 1) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Each pair's rows with column x: `axis`, moved from pair to pair by a marker's width lest they hide each other."""
+def _by_pair(
+    table: pd.DataFrame, axis: str, panels: int = 1, log_span: float | None = None
+) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Each pair's rows with column x: `axis`, moved from pair to pair by a marker's width lest they hide each other.
+
+    Args:
+        log_span: highest over lowest value of an axis in log scale.
+    """
     names = list(dict.fromkeys(table["pair"]))
-    step = 0.012 * panels * (table[axis].max() - table[axis].min())
+    step = 0.012 * panels
     for index, name in enumerate(names):
         part = table[table["pair"] == name]
-        yield name, part.assign(x=part[axis] + step * (index - (len(names) - 1) / 2))
+        shift = step * (index - (len(names) - 1) / 2)
+        moved = (
+            part[axis] * log_span**shift if log_span else part[axis] + shift * (table[axis].max() - table[axis].min())
+        )
+        yield name, part.assign(x=moved)
 
 
 def _rates(ax: Axes, part: pd.DataFrame, column: str, tokens: str, look: Look) -> None:
@@ -245,11 +306,15 @@ def _errors(table: pd.DataFrame, column: str) -> list[pd.Series]:
     return [below.clip(lower=0), above.clip(lower=0)]
 
 
-def _ticks(ax: Axes, values: pd.Series) -> None:
+def _ticks(ax: Axes, values: pd.Series, *, log: bool = False) -> None:
     """Ticks where something was measured, unless they would run into each other."""
     places = sorted(values.unique())
-    if all(b - a >= 0.05 * (places[-1] - places[0]) for a, b in pairwise(places)):
+    drawn = [math.log(place) for place in places] if log else places
+    if all(b - a >= 0.05 * (drawn[-1] - drawn[0]) for a, b in pairwise(drawn)):
         ax.set_xticks(places)
+        ax.minorticks_off()
+    if log:
+        ax.xaxis.set_major_formatter("{x:g}")
 
 
 def _measured(table: pd.DataFrame, **look: Any) -> Line2D:

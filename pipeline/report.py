@@ -41,7 +41,25 @@ BASELINES = (
     "to end includes the pass over the prompt. HF output equal: prompts whose greedy output from HF generate is that of our own "
     "plain decoding."
 )
+BLOCK = (
+    "Token verification (Leviathan et al. 2023) tests one draft token after another, block verification (Sun et al. 2024) the "
+    "draft as a whole. Expected / round = (rounds + expected accepted draft tokens) / rounds: the tokens that each rule emits on "
+    "the drafts of the sweep over temperatures, averaged over its own draws. So the gain, the ratio of the two, compares "
+    "both rules on the same drafts, whereas the two τ are of runs with other drafts and draws, and differ by chance as well."
+)
+CONFIDENCE = (
+    "A draft of at most k tokens ends behind a token that the draft model gives less than the threshold; 0 never ends one. "
+    "Each drafted token costs a step of the draft, and each round, which yields τ tokens, a pass of the target."
+)
+IDENTITY = (
+    "Greedy speculative against greedy plain decoding. An ulp is a unit in the last place of the largest logit. Where two texts "
+    "part, it is a near-tie if both tokens' logits lie at most the limit below the largest, and a fault otherwise. Within the "
+    "limit: the share of all positions whose two best logits lie that close, which is what the limit would excuse. Farthest "
+    "below the best: the most by which any emitted token's logit lies below the largest, in one pass over the whole text."
+)
 TOY = "Tiny random models, to check the loop and the theory; their speed says nothing about real ones."
+GREEDY_OUTPUT = "greedy output against plain"
+OVERLAP = "α (mean Σ min(p, q))"
 GEOMETRIC = "mean over rounds of (1 − α^(k_r+1)) / (1 − α), α of k = 1"
 
 
@@ -58,18 +76,24 @@ def report(study: str, folder: Path) -> str:
     """The whole text, from the CSV files in `folder`."""
     benchmark, toy_benchmark = read_table(folder, "hf_benchmark"), read_table(folder, "toy_benchmark")
     toy_k, toy_temperature = read_table(folder, "toy_k"), read_table(folder, "toy_temperature")
+    by_temperature, by_block = read_table(folder, "sweep_temperature"), read_table(folder, "sweep_block")
+    by_confidence, by_dtype = read_table(folder, "sweep_confidence"), read_table(folder, "greedy_identity")
     blocks = [
         f"# Study `{study}`",
         *(BEGIN, header(benchmark), results(benchmark), verdicts(benchmark), READING, END),
         *("## Why not more", ATTRIBUTION, attribution(benchmark)),
         *("## Baselines and noise", BASELINES, baselines(benchmark)),
         *("## Acceptance against k", sweep(read_table(folder, "sweep_k"), K)),
-        *("## Acceptance against temperature", sweep(read_table(folder, "sweep_temperature"), T)),
+        *("## Acceptance against temperature", sweep(by_temperature, T)),
+        *("## Block verification", BLOCK, block(by_temperature, by_block), gains(by_temperature)),
+        *("## Stopping the draft early", CONFIDENCE, stopping(by_confidence), stopping_findings(by_confidence)),
+        "## Greedy identity in other number formats",
+        *(IDENTITY, identity(by_dtype), identity_findings(by_dtype, benchmark)),
         *("## Toy pair", TOY, header(toy_benchmark), results(toy_benchmark), verdicts(toy_benchmark)),
         "### What the toy sweep shows beside the original's findings",
         toy_findings(toy_k, read_table(folder, "toy_acceptance_per_position"), toy_temperature),
         *("### Toy pair against k", sweep(toy_k, K, (GEOMETRIC, number("geometric_tokens_per_round")))),
-        *("### Toy pair against temperature", sweep(toy_temperature, T)),
+        *("### Toy pair against temperature", sweep(toy_temperature, T, GAIN), gains(toy_temperature)),
     ]
     return "\n\n".join(blocks) + "\n"
 
@@ -93,10 +117,11 @@ def header(benchmark: pd.DataFrame) -> str:
             return UNKNOWN
         return " / ".join(str(value) for value in benchmark[column].dropna().unique()) or UNKNOWN
 
+    threads = all_of("threads")
     decoding = " / ".join(dict.fromkeys(decoding_words(row) for row in _rows(benchmark)))
     devices = " / ".join(dict.fromkeys(device_words(row) for row in _rows(benchmark)))
     return (
-        f"CPU {all_of('cpu')}, {all_of('threads')} threads, device {devices}, {all_of('dtype')}; "
+        f"CPU {all_of('cpu')}, {threads} {'thread' if threads == '1' else 'threads'}, device {devices}, {all_of('dtype')}; "
         f"torch {all_of('torch')}, transformers {all_of('transformers')}. {decoding}, {all_of('prompts')} prompts × "
         f"{all_of('max_new_tokens')} tokens, median of {all_of('runs')} interleaved runs."
     )
@@ -109,10 +134,11 @@ def device_words(row: Row) -> str:
 
 
 def decoding_words(row: Row) -> str:
+    verifier = ["block verification"] if row["verifier"] == "block" else []
     if row["temperature"] == 0:
-        return "Greedy decoding"
+        return ", ".join(["Greedy decoding", *verifier])
     limits = [f"{key} = {row[key]:g}" for key in ("top_k", "top_p") if _known(row.get(key))]
-    return ", ".join([f"Sampling at T = {row['temperature']:g}", *limits])
+    return ", ".join([f"Sampling at T = {row['temperature']:g}", *limits, *verifier])
 
 
 def results(benchmark: pd.DataFrame) -> str:
@@ -130,7 +156,7 @@ def results(benchmark: pd.DataFrame) -> str:
         ("speed-up", interval("speedup")),
         ("over fastest baseline", interval("speedup_over_fastest")),
         ("predicted", number("predicted_speedup")),
-        ("greedy output against plain", words("identical")),
+        (GREEDY_OUTPUT, words("identical")),
     ]
     return markdown(benchmark, columns)
 
@@ -236,6 +262,155 @@ def sweep(table: pd.DataFrame, axis: Column, *more: Column) -> str:
     return markdown(table, columns)
 
 
+def block(by_temperature: pd.DataFrame, by_block: pd.DataFrame) -> str:
+    """Both rules by pair and temperature. A rule that no run decoded with has no τ."""
+    runs = _rows(by_temperature) + _rows(by_block)
+    taus = {(row["verifier"], row["pair"], row["temperature"]): row for row in runs}
+
+    def tau(verifier: str) -> Callable[[Row], str]:
+        def text(row: Row) -> str:
+            run_of = taus.get((verifier, row["pair"], row["temperature"]))
+            return number("mean_acceptance_length")(run_of) if run_of else UNKNOWN
+
+        return text
+
+    columns: list[Column] = [
+        PAIR,
+        K,
+        T,
+        ("τ, token run", tau("token")),
+        ("τ, block run", tau("block")),
+        ("expected / round, token", expected("token")),
+        ("expected / round, block", expected("block")),
+        GAIN,
+    ]
+    return markdown(by_temperature, columns)
+
+
+def expected(verifier: str) -> Callable[[Row], str]:
+    """Tokens per round: the accepted ones, and the one that every round adds."""
+
+    def text(row: Row) -> str:
+        accepted, rounds = row[f"expected_accepted_{verifier}"], row["rounds"]
+        return f"{1 + accepted / rounds:.3f}" if _known(accepted) and rounds else UNKNOWN
+
+    return text
+
+
+def gains(table: pd.DataFrame) -> str:
+    """The extremes of the gain by block verification, how many are beyond chance, and what drafts without laws have of it."""
+    known = table[table["block_gain"].notna()]
+    rows = _rows(known)
+    if not rows:
+        return "No gain is known."
+    most, least = (pick(rows, key=lambda row: row["block_gain"]) for pick in (max, min))
+    with_ends = [row for row in rows if _known(row["block_gain_lo"])]
+    above = sum(round(row["block_gain_lo"], 3) > 1 for row in with_ends)
+    lines = [f"Largest gain: {gain_at(most)}; smallest: {gain_at(least)}."]
+    if with_ends:
+        lines.append(f"The interval lies above 1 in {above} of {len(with_ends)} rows.")
+    lines += [lookup_gain(pair, part) for pair, part in known[known["draft"] == "lookup"].groupby("pair", sort=False)]
+    return " ".join(lines)
+
+
+def gain_at(row: Row) -> str:
+    return f"{interval('block_gain', 3)(row)} at T = {row['temperature']:g}, `{row['pair']}`"
+
+
+def lookup_gain(pair: Any, part: pd.DataFrame) -> str:
+    """A copied token was drawn from no law, whose surplus block verification could pass on."""
+    lowest, highest = (f"{value:.3f}" for value in (part["block_gain"].min(), part["block_gain"].max()))
+    here = f"{lowest} at every T" if lowest == highest else f"from {lowest} to {highest}"
+    return f"A draft without laws of its own leaves nothing to gain in theory; `{pair}` has {here}."
+
+
+def stopping(by_confidence: pd.DataFrame) -> str:
+    columns: list[Column] = [
+        PAIR,
+        K,
+        ("threshold", lambda row: f"{row['confidence_threshold']:g}"),
+        ("drafted / round", number("mean_drafted_per_round")),
+        ("acceptance rate", interval("draft_acceptance_rate", 3)),
+        ("α", interval("alpha", 3)),
+        ("τ", interval("mean_acceptance_length")),
+        ("drafted / emitted", lambda row: number("value")({"value": drafted_per_emitted(row)})),
+    ]
+    return markdown(by_confidence, columns)
+
+
+def drafted_per_emitted(row: Row) -> float | None:
+    drafted, tau = row["mean_drafted_per_round"], row["mean_acceptance_length"]
+    return drafted / tau if _known(drafted) and _known(tau) else None
+
+
+def stopping_findings(by_confidence: pd.DataFrame) -> str:
+    """For each pair what the highest threshold makes of the work of draft and target, beside the lowest."""
+    lines = []
+    for pair, part in by_confidence.sort_values("confidence_threshold").groupby("pair", sort=False):
+        first, last = _rows(part)[0], _rows(part)[-1]
+        start = f"- `{pair}`, k = {first['k']}"
+        if len(part) == 1:
+            lines.append(f"{start}: measured at one threshold only.")
+            continue
+        ends = [(drafted_per_emitted(row), row["mean_acceptance_length"]) for row in (first, last)]
+        drafted, tau = (change(before, after) for before, after in zip(*ends, strict=True))
+        thresholds = f"from threshold {first['confidence_threshold']:g} to {last['confidence_threshold']:g}"
+        lines.append(f"{start}, {thresholds}: drafted / emitted {drafted}, τ {tau}.")
+    return "\n".join(lines)
+
+
+def change(before: float | None, after: float | None) -> str:
+    """In the digits that are printed, so that the verb agrees with them."""
+    start, end = (number("value")({"value": value}) for value in (before, after))
+    if UNKNOWN in (start, end):
+        return f"goes from {start} to {end}"
+    if start == end:
+        return f"stays at {start}"
+    return f"{'falls' if float(end) < float(start) else 'rises'} from {start} to {end}"
+
+
+def identity(by_dtype: pd.DataFrame) -> str:
+    columns: list[Column] = [
+        PAIR,
+        ("dtype", words("dtype")),
+        ("prompts", number("prompts", 0)),
+        ("identical", number("identical_prompts", 0)),
+        ("near-ties", number("near_ties", 0)),
+        ("faults", number("faults", 0)),
+        ("largest gap, ulps", number("largest_ulps")),
+        ("limit, ulps", lambda row: f"{row['limit_ulps']:g}"),
+        (
+            "within the limit, % of positions",
+            lambda row: number("share", 1)({"share": 100 * row["share_within_limit"]}),
+        ),
+        ("farthest below the best, ulps", number("largest_emitted_ulps")),
+    ]
+    return markdown(by_dtype, columns)
+
+
+def identity_findings(by_dtype: pd.DataFrame, benchmark: pd.DataFrame) -> str:
+    """Where greedy output was compared, and what became of each divergence."""
+    lines = []
+    for dtype, part in benchmark.groupby("dtype", sort=False):
+        compared = part[part["identical_prompts"].notna()]
+        same, prompts = (int(compared[key].sum()) for key in ("identical_prompts", "prompts"))
+        lines.append(
+            f"In {dtype}, {len(compared)} of {len(part)} timed cells compare the two, and {same} of {prompts} prompts are "
+            f'identical (column "{GREEDY_OUTPUT}" of the results).'
+        )
+    for dtype, part in by_dtype.groupby("dtype", sort=False):
+        prompts, ties, faults = (int(part[key].sum()) for key in ("prompts", "near_ties", "faults"))
+        apart = prompts - int(part["identical_prompts"].sum())
+        start = f"In {dtype}, {apart} of {prompts} prompts {'diverges' if apart == 1 else 'diverge'}"
+        if apart == 0:
+            lines.append(f"{start}.")
+        elif faults == 0:
+            lines.append(f"{start}, {'at a near-tie' if apart == 1 else 'all of them at near-ties'}.")
+        else:
+            lines.append(f"{start}, {ties} at near-ties and {faults} by a fault.")
+    return " ".join(lines)
+
+
 def toy_findings(by_k: pd.DataFrame, positions: pd.DataFrame, by_temperature: pd.DataFrame) -> str:
     """Each finding of the original write-up on its toy pair, beside the same quantity computed from the tables."""
     k = by_k["k"].max()
@@ -254,14 +429,14 @@ def toy_findings(by_k: pd.DataFrame, positions: pd.DataFrame, by_temperature: pd
             "near 0.95 throughout",
         ),
         (f"acceptance given that of the position before, k = {k}", _range(conditional), "no decay with depth"),
-        ("lowest α over temperatures", lowest_alpha(ordered), "0.27 near T = 0.2"),
+        (f"lowest {OVERLAP} over temperatures", lowest_alpha(ordered), "0.27 near T = 0.2"),
         (
-            f"α at T = {coldest['temperature']:g}, its limit for T → 0 being how often the argmaxes agree",
+            f"{OVERLAP} at T = {coldest['temperature']:g}, its limit for T → 0 being how often the argmaxes agree",
             f"{coldest['alpha_overlap']:.3f}, limit {coldest['argmax_agreement']:.3f}",
             "towards about 0.97",
         ),
         (
-            f"α at T = {hottest['temperature']:g}, beside its limit for T → ∞",
+            f"{OVERLAP} at T = {hottest['temperature']:g}, beside its limit for T → ∞",
             f"{hottest['alpha_overlap']:.3f}, limit {hottest['limit_high_temperature']:g}",
             "towards 1",
         ),
@@ -317,6 +492,7 @@ def interval(key: str, digits: int = 2) -> Callable[[Row], str]:
 PAIR: Column = ("pair", words("pair"))
 K: Column = ("k", number("k", 0))
 T: Column = ("T", lambda row: f"{row['temperature']:g}")
+GAIN: Column = ("gain by block verification", interval("block_gain", 3))
 
 
 def model(name: str, parameters: float) -> str:

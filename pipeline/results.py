@@ -10,8 +10,8 @@ from pipeline import cells
 from specdec.errors import InputError
 
 TEXT_COLUMNS = (
-    *("study", "pair", "target", "draft", "backend", "cpu", "device", "device_name", "dtype", "torch", "transformers"),
-    *("fastest_baseline", "identical"),
+    *("study", "pair", "target", "draft", "backend", "cpu", "os", "device", "device_name", "dtype", "draft_dtype"),
+    *("torch", "transformers", "verifier", "fastest_baseline", "identical"),
 )
 
 

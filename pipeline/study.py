@@ -166,7 +166,7 @@ class Study(Section):
     k: Values[Count]
     temperature: Values[Temperature]
     benchmark_k: Values[Count]
-    draft_model_pairs: Values[Name]
+    detail_pairs: Values[Name]
     confidence: Values[Probability]
     confidence_k: Count
     identity_dtypes: Values[Dtype]
@@ -317,11 +317,14 @@ def _check_names(params: Params) -> None:
         for index, name in enumerate(study.pairs):
             if name not in params.pairs:
                 raise _Fault(f"{place}.pairs[{index}] is {_short(name)}; allowed: {', '.join(params.pairs)}")
-        drafted_by_models = [name for name in study.pairs if params.pairs[name].draft != "lookup"]
-        for index, name in enumerate(study.draft_model_pairs):
-            if name not in drafted_by_models:
-                allowed = ", ".join(drafted_by_models) or "none, since no pair of this study has a draft model"
-                raise _Fault(f"{place}.draft_model_pairs[{index}] is {_short(name)}; allowed: {allowed}")
+        for index, name in enumerate(study.detail_pairs):
+            if name not in study.pairs:
+                raise _Fault(f"{place}.detail_pairs[{index}] is {_short(name)}; allowed: {', '.join(study.pairs)}")
+            if params.pairs[name].draft == "lookup" and any(study.confidence):
+                raise _Fault(
+                    f"{place}.detail_pairs[{index}] is {_short(name)}, whose draft has no confidence to stop at; "
+                    f"allowed: a pair with a draft model, or {place}.confidence: [0.0]"
+                )
     # A study's name is a folder of results: two studies, or two versions of one, must not write into the same.
     for key, study in params.studies.items():
         if study.name != key:

@@ -27,13 +27,20 @@ def _with_interval(*keys: str) -> tuple[str, ...]:
 
 
 # What the figures and the report read; a table shows these first, then whatever else its cells hold.
+COUNTED = (
+    *("pair", "target", "draft", "k", "temperature", "verifier", "prompts", "max_new_tokens"),
+    *("rounds", "proposed", "accepted", "tested"),
+    *("mean_drafted_per_round", "mean_accepted_per_round", "iid_acceptance_length"),
+    *_with_interval("draft_acceptance_rate", "alpha", "alpha_overlap", "mean_acceptance_length"),
+)
+# Timed cells run the verifiers themselves, and so know nothing of what both would have accepted.
 ACCEPTANCE = (
-    *("pair", "target", "draft", "k", "temperature", "prompts", "max_new_tokens", "proposed", "accepted", "tested"),
-    *("draft_acceptance_rate", "mean_accepted_per_round", "iid_acceptance_length"),
-    *_with_interval("alpha", "alpha_overlap", "mean_acceptance_length"),
+    *COUNTED,
+    *("confidence_threshold", "expected_accepted_token", "expected_accepted_block"),
+    *_with_interval("block_gain"),
 )
 BENCHMARK = (
-    *ACCEPTANCE,
+    *COUNTED,
     *(
         "target_parameters",
         "draft_parameters",
@@ -48,8 +55,13 @@ BENCHMARK = (
     *("ar_tokens_per_second", "spec_tokens_per_second", "hf_tokens_per_second", "fastest_baseline"),
     *_with_interval("speedup", "speedup_over_fastest", "speedup_end_to_end", "ar_over_hf", "noise_floor"),
     *("predicted_speedup", "ideal_speedup", "iid_factor", "verify_cost_factor", "overhead_factor"),
-    *("cost_coefficient", "verify_cost_ratio", "identical", "hf_identical_prompts", "unrepeatable_runs"),
-    "peak_memory_bytes",
+    *("cost_coefficient", "verify_cost_ratio", "peak_memory_bytes"),
+    *("identical", "identical_prompts", "hf_identical_prompts", "unrepeatable_runs"),
+)
+IDENTITY = (
+    *("pair", "target", "draft", "k", "dtype", "prompts", "max_new_tokens", "new_tokens"),
+    *("identical_prompts", "near_ties", "faults", "limit_ulps", "largest_gap", "largest_ulps"),
+    *("share_within_limit", "largest_emitted_ulps"),
 )
 TOY_LIMITS = ("argmax_agreement", "limit_high_temperature")
 # Columns of the position tables, and the cell's list behind each.
@@ -82,11 +94,22 @@ def gather(params: Params) -> dict[str, pd.DataFrame]:
     by_k = _read([cells.sweep_k(study, pair, k) for pair in pairs for k in params.study.k], with_lists)
     by_temperature = [cells.sweep_temperature(study, pair, t) for pair in pairs for t in params.study.temperature]
     benchmarks = [cells.hf_benchmark(study, pair, k) for pair in pairs for k in params.study.benchmark_k]
+    drafted_by_model = params.study.detail_pairs
+    by_block = [cells.sweep_block(study, pair, t) for pair in drafted_by_model for t in params.study.temperature]
+    by_confidence = [
+        cells.sweep_confidence(study, pair, c) for pair in drafted_by_model for c in params.study.confidence
+    ]
+    by_dtype = [
+        cells.greedy_identity(study, pair, d) for pair in drafted_by_model for d in params.study.identity_dtypes
+    ]
     toy_by_k = _read([cells.toy_k(k) for k in params.toy.k], (*with_lists, "per_prompt"))
     toy_by_temperature = _read([cells.toy_temperature(t) for t in params.toy.temperature], (*ACCEPTANCE, *TOY_LIMITS))
     return {
         "sweep_k": _table(by_k, ACCEPTANCE),
         "sweep_temperature": _table(_read(by_temperature, ACCEPTANCE), ACCEPTANCE),
+        "sweep_block": _table(_read(by_block, ACCEPTANCE), ACCEPTANCE),
+        "sweep_confidence": _table(_read(by_confidence, ACCEPTANCE), ACCEPTANCE),
+        "greedy_identity": _table(_read(by_dtype, IDENTITY), IDENTITY),
         "acceptance_per_position": _positions(by_k),
         "hf_benchmark": _table(_read(benchmarks, BENCHMARK), BENCHMARK),
         "toy_k": _table(_with_geometric_form(toy_by_k), ACCEPTANCE),

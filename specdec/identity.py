@@ -18,8 +18,8 @@ from specdec.errors import InputError
 
 TIE_GAP = 5e-4  # in logits, float32; ten times the difference seen between kernels
 # In a coarser format a gap is told in units in the last place (ulps) of the largest logit: of a bfloat16 logit near 20, one is
-# 0.125. Rounding adds up over the layers, so a near-tie may be a few of them wide.
-NEAR_TIE_ULPS = 4.0
+# 0.125. A near-tie is one ulp of rounding on either side.
+NEAR_TIE_ULPS = 2.0
 # How far a device's logits may lie from the CPU's float32 ones, relative to their spread. Rounding is far below, another model
 # or a broken kernel near 1.
 DEVICE_ERROR = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}

@@ -24,11 +24,15 @@ studies:
     k: [1, 2, 4, 8]
     temperature: [0.3, 1.0, 1.5]
     benchmark_k: [4]
+    detail_pairs: [small_int8]
+    confidence: [0.0, 0.4, 0.8]
+    confidence_k: 8
+    identity_dtypes: [bfloat16, float16]
     prompts_per_category: 2
     max_new_tokens: 32
 study: *fake
 prompts: {file: prompts.jsonl, categories: [qa]}
-decoding: {seed: 0, k: 4, temperature: 0.0, top_k: null, top_p: null}
+decoding: {seed: 0, k: 4, temperature: 0.0, top_k: null, top_p: null, verifier: token}
 timing: {runs: 5, warmup: 1, device: auto, dtype: float32, threads: null}
 toy:
   k: [1, 2, 3, 4, 5, 6, 7, 8]
@@ -43,6 +47,10 @@ ALPHA = {"small_int8": 0.95, "small_bf16": 0.99, "small_lookup": 0.4, "toy": 0.9
 TOY_ALPHA = {0.02: 0.96, 0.1: 0.71, 0.2: 0.33, 0.5: 0.41, 1.0: 0.66, 2.0: 0.87, 5.0: 0.98}
 C = {"small_int8": 0.45, "small_bf16": 0.7, "small_lookup": 0.01, "toy": 0.5}
 ROUNDS = 120
+NOT_TIMED = {
+    *("expected_accepted_token", "expected_accepted_block"),
+    *("block_gain", "block_gain_lo", "block_gain_hi"),
+}
 
 
 def write(root: Path, params_text: str = PARAMS) -> Params:
@@ -58,6 +66,15 @@ def write(root: Path, params_text: str = PARAMS) -> Params:
             cells.write_json(cells.sweep_temperature(study.name, pair, t), record)
         for k in study.benchmark_k:
             cells.write_json(cells.hf_benchmark(study.name, pair, k), benchmark(pair, k))
+    for pair in study.detail_pairs:
+        for t in study.temperature:
+            record = acceptance(pair, params.decoding.k, temperature=t, alpha=ALPHA[pair] * (1 - 0.09 * t))
+            cells.write_json(cells.sweep_block(study.name, pair, t), record | {"verifier": "block"})
+        for threshold in study.confidence:
+            record = unsure(pair, params.study.confidence_k, threshold)
+            cells.write_json(cells.sweep_confidence(study.name, pair, threshold), record)
+        for dtype in study.identity_dtypes:
+            cells.write_json(cells.greedy_identity(study.name, pair, dtype), identity(pair, params.decoding.k, dtype))
     for k in params.toy.k:
         cells.write_json(cells.toy_k(k), acceptance("toy", k))
     for t in params.toy.temperature:
@@ -86,6 +103,7 @@ def acceptance(pair: str, k: int, *, temperature: float = 0.0, alpha: float | No
     tested = [ROUNDS, *accepted[:-1]]
     counted = sum(accepted) / sum(tested)
     tau = 1 + sum(accepted) / ROUNDS
+    gained = sum(accepted) * (1 if pair == "small_lookup" else 1 + 0.02 * temperature)
     toy = pair == "toy"
     return {
         **({} if toy else {"study": "fake"}),
@@ -96,6 +114,8 @@ def acceptance(pair: str, k: int, *, temperature: float = 0.0, alpha: float | No
         "temperature": temperature,
         "top_k": None,
         "top_p": None,
+        "verifier": "token",
+        "confidence_threshold": 0.0,
         "seed": 0,
         "prompts": 12,
         "max_new_tokens": 32,
@@ -109,18 +129,59 @@ def acceptance(pair: str, k: int, *, temperature: float = 0.0, alpha: float | No
         **interval("alpha_overlap", alpha, 0.01),
         **interval("mean_acceptance_length", tau, 0.2),
         "mean_accepted_per_round": sum(accepted) / ROUNDS,
+        "mean_drafted_per_round": float(k),
         "iid_acceptance_length": expected_tokens_per_round(counted, k),
         **rates("acceptance_per_position", accepted, [ROUNDS] * k),
         **rates("conditional_acceptance_per_position", accepted, tested),
         "proposed_per_position": [ROUNDS] * k,
         "tested_per_position": tested,
         "per_prompt": [{"question_id": 1, "category": "qa", "per_round_drafted": [k] * ROUNDS}],
+        "expected_accepted_token": float(sum(accepted)),
+        "expected_accepted_block": float(gained),
+        **interval("block_gain", (ROUNDS + gained) / (ROUNDS + sum(accepted)), 0 if gained == sum(accepted) else 0.004),
+    }
+
+
+def unsure(pair: str, k: int, threshold: float) -> dict[str, Any]:
+    """A draft that stops early: it drafts less, and what it drafts is better."""
+    drafted = max(1, round(k * (1 - 0.7 * threshold)))
+    alpha = ALPHA[pair] + (1 - ALPHA[pair]) * threshold / 2
+    return acceptance(pair, drafted, alpha=alpha) | {"k": k, "confidence_threshold": threshold}
+
+
+def identity(pair: str, k: int, dtype: str) -> dict[str, Any]:
+    """Two near-ties in 12 prompts of bfloat16, and none in any other format."""
+    near_ties = 2 if dtype == "bfloat16" else 0
+    ulps = [1.0, 2.5][:near_ties] + [None] * (12 - near_ties)
+    return {
+        "study": "fake",
+        "pair": pair,
+        "target": "small",
+        "draft": pair.removeprefix("small_"),
+        "k": k,
+        "dtype": dtype,
+        "max_new_tokens": 32,
+        "cpu": "Imaginary CPU 9000",
+        "device_logit_error": 0.004,
+        "prompts": 12,
+        "new_tokens": 384,
+        "identical_prompts": 12 - near_ties,
+        "near_ties": near_ties,
+        "faults": 0,
+        "limit_ulps": 4.0,
+        "largest_gap": 0.3125 if near_ties else None,
+        "largest_ulps": 2.5 if near_ties else None,
+        "largest_emitted_ulps": 3.0 if near_ties else 0.0,
+        "share_within_limit": 0.0546875 if near_ties else 0.01,
+        "first_divergences": [None if gap is None else 7 for gap in ulps],
+        "divergence_gaps": [None if gap is None else gap / 8 for gap in ulps],
+        "divergence_ulps": ulps,
     }
 
 
 def benchmark(pair: str, k: int) -> dict[str, Any]:
     """A timed cell that agrees with itself: measured = ideal × the three factors."""
-    record = acceptance(pair, k)
+    record = {key: value for key, value in acceptance(pair, k).items() if key not in NOT_TIMED}
     c, v, overhead = C[pair], 1.25, 0.95
     tau, iid = record["mean_acceptance_length"], record["iid_acceptance_length"]
     predicted, ideal = tau / (k * c + v), iid / (k * c + 1)
@@ -130,9 +191,12 @@ def benchmark(pair: str, k: int) -> dict[str, Any]:
         **record,
         "backend": "toy" if pair == "toy" else "hf",
         "cpu": "Imaginary CPU 9000",
+        "os": "Linux",
         "device": "cpu",
+        "device_logit_error": 0.0,
         "device_name": "cpu",
         "dtype": "float32",
+        "draft_dtype": None if lookup else "float32",
         "threads": 2,
         "torch": "2.13.0",
         "transformers": "5.24.0",

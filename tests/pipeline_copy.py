@@ -58,6 +58,10 @@ studies:
     k: [1, 2]
     temperature: [1.0]
     benchmark_k: [2]
+    detail_pairs: [int8]
+    confidence: [0.0, 0.5]
+    confidence_k: 2
+    identity_dtypes: [bfloat16]
     prompts_per_category: 2
     max_new_tokens: 4
   other: &other
@@ -66,13 +70,17 @@ studies:
     k: [2]
     temperature: [1.0]
     benchmark_k: [2]
+    detail_pairs: [lookup]
+    confidence: [0.0]
+    confidence_k: 2
+    identity_dtypes: [bfloat16]
     prompts_per_category: 1
     max_new_tokens: 4
 study: *tiny
 prompts:
   file: pipeline/prompts.jsonl
   categories: [multi_turn, translation, summarization, qa, math_reasoning, rag]
-decoding: {seed: 0, k: 2, temperature: 0.0, top_k: null, top_p: null}
+decoding: {seed: 0, k: 2, temperature: 0.0, top_k: null, top_p: null, verifier: token}
 timing: {runs: 2, warmup: 1, device: cpu, dtype: float32, threads: 1}
 toy:
   k: [1, 2]

@@ -5,9 +5,12 @@ import zlib
 
 import pytest
 import torch
+from laws import exact_law
 
-from pipeline.acceptance import PromptResult, acceptance_record, prompt_generator
+from pipeline.acceptance import ComparingVerifier, PromptResult, acceptance_record, gain_record, prompt_generator
+from specdec.chance import GeneratorChooser
 from specdec.stats import AcceptanceStats, Round
+from specdec.verify import VERIFIERS
 
 RATIOS = ("draft_acceptance_rate", "alpha", "alpha_overlap", "mean_acceptance_length", "mean_accepted_per_round")
 PER_POSITION = ("acceptance_per_position", "conditional_acceptance_per_position")
@@ -102,7 +105,7 @@ def test_a_position_that_some_prompts_never_reached_has_the_interval_of_the_othe
     assert record["conditional_acceptance_per_position_hi"][1:] == [0.5, None]
 
 
-def test_what_is_undefined_is_none():
+def test_a19_what_is_undefined_is_none():
     for record, tau in ((record_of(*[PLAIN] * 12), 1), (record_of(), None)):
         assert record["mean_acceptance_length"] == tau
         for key in ("draft_acceptance_rate", "alpha", "alpha_overlap"):
@@ -119,7 +122,7 @@ def draws(seed, question_ids):
     return {i: torch.rand(3, generator=prompt_generator(seed, i)).tolist() for i in question_ids}
 
 
-def test_the_draws_of_a_prompt_depend_neither_on_the_others_nor_on_the_order():
+def test_a04_the_draws_of_a_prompt_depend_neither_on_the_others_nor_on_the_order():
     assert draws(0, [1, 2, "x"]) == draws(0, ["x", 2, 1])
     assert draws(0, [1, 2])[2] == draws(0, [2])[2]
 
@@ -133,3 +136,56 @@ def test_the_seed_is_the_same_in_every_process_and_global_state_is_left_alone():
     state = torch.get_rng_state()
     assert prompt_generator(3, 7).initial_seed() == zlib.crc32(b"3/7")  # committed results were drawn with these
     assert torch.equal(torch.get_rng_state(), state)
+
+
+# Token against block verification
+
+
+def test_the_gain_compares_what_both_rules_would_accept_of_the_same_drafts():
+    """By following every draw of both verifiers on drafts that are given."""
+    generator = torch.Generator().manual_seed(0)
+    drafts = []
+    verifier = ComparingVerifier("token")
+    for _ in range(20):
+        p = torch.rand(4, 3, generator=generator, dtype=torch.float64).softmax(dim=-1)
+        q = (5 * torch.rand(3, 3, generator=generator, dtype=torch.float64)).softmax(dim=-1)
+        tokens = torch.randint(3, (3,), generator=generator).tolist()
+        drafts.append((tokens, p, q))
+        verifier(tokens, p, q, GeneratorChooser(generator))
+    expected = {
+        rule: sum(
+            probability * accepted
+            for tokens, p, q in drafts
+            for accepted, probability in exact_law(
+                lambda chooser, tokens=tokens, p=p, q=q, verify=VERIFIERS[rule]: verify(tokens, p, q, chooser).accepted
+            ).items()
+        )
+        for rule in ("token", "block")
+    }
+    record = gain_record([verifier])
+    assert record["expected_accepted_token"] == pytest.approx(expected["token"], abs=1e-12)
+    assert record["expected_accepted_block"] == pytest.approx(expected["block"], abs=1e-12)
+    assert record["block_gain"] == pytest.approx((20 + expected["block"]) / (20 + expected["token"]))
+    assert record["block_gain"] > 1 and record["block_gain_lo"] is record["block_gain_hi"] is None
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_comparing_decides_as_the_rule_does(rule):
+    generator = torch.Generator().manual_seed(1)
+    p, q = (torch.rand(n, 5, generator=generator).softmax(dim=-1) for n in (4, 3))
+    for seed in range(30):
+        ours, theirs = (
+            verify([0, 1, 2], p, q, GeneratorChooser(torch.Generator().manual_seed(seed)))
+            for verify in (ComparingVerifier(rule), VERIFIERS[rule])
+        )
+        assert ours == theirs
+
+
+def test_greedy_and_deterministic_drafts_gain_nothing():
+    p = torch.eye(3, dtype=torch.float64)[[0, 1, 2]]
+    verifiers = [ComparingVerifier("block") for _ in range(12)]
+    for verifier in verifiers:
+        verifier([0, 2], p, None, GeneratorChooser(torch.Generator().manual_seed(0)))
+        verifier([0, 1], torch.rand(3, 3).softmax(dim=-1), None, GeneratorChooser(torch.Generator().manual_seed(0)))
+    record = gain_record(verifiers)
+    assert [record[f"block_gain{end}"] for end in ("", "_lo", "_hi")] == pytest.approx([1, 1, 1])

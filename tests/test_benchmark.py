@@ -33,8 +33,8 @@ def folder(tmp_path, monkeypatch):
         "prompt_tokens: 8\n  runs: 5", "prompt_tokens: 6\n  runs: 3"
     )
     text = text.replace(
-        "seed: 0, k: 4, temperature: 0.0, top_k: null, top_p: null",
-        "seed: 4, k: 4, temperature: 0.5, top_k: 7, top_p: 0.9",
+        "seed: 0, k: 4, temperature: 0.0, top_k: null, top_p: null, verifier: token",
+        "seed: 4, k: 4, temperature: 0.5, top_k: 7, top_p: 0.9, verifier: block",
     )
     text = text.replace("runs: 5, warmup: 1, device: auto", "runs: 6, warmup: 2, device: cpu")
     (tmp_path / "params.yaml").write_text(text, encoding="utf-8")
@@ -88,6 +88,10 @@ def start(monkeypatch, *arguments):
         (["--dtype", "int8"], "invalid choice: 'int8'"),
         (["--backend", "vllm"], "invalid choice: 'vllm'"),
         (["--cell", "--backend", "hf", "--k", "4"], "--cell --backend hf needs --pair"),
+        (["--target", "some"], "--target is some with the toy pair; allowed: only with --backend hf"),
+        (["--draft", "int8"], "--draft is int8 with the toy pair; allowed: only with --backend hf"),
+        (["--verifier", "tree"], "invalid choice: 'tree'"),
+        (["--confidence", "1.5"], "--confidence is 1.5; allowed: a number from 0 to 1"),
         (["--unknown"], "unrecognized arguments: --unknown"),
     ],
 )
@@ -174,7 +178,7 @@ def test_the_toy_run_writes_what_it_shows(toy_run):
     assert 0.5 < record["alpha"] <= 1
 
 
-def test_a_cell_of_the_toy_has_the_settings_of_params(folder, monkeypatch):
+def test_a13_a_cell_of_the_toy_has_the_settings_of_params(folder, monkeypatch):
     monkeypatch.setattr(benchmark, "TOY_PROMPTS", 2)
     cells.write_json(cells.HARDWARE, {"fingerprint": {"threads": 1, "cpu": "Imaginary 1"}})
     start(monkeypatch, "--cell", "--json", "cell.json")
@@ -190,7 +194,7 @@ def test_a_cell_of_the_toy_has_the_settings_of_params(folder, monkeypatch):
 # Settings on their way
 
 
-def test_every_option_reaches_the_toy_comparison(folder, threads, seen, monkeypatch):
+def test_a13_f13_every_option_reaches_the_toy_comparison(folder, threads, seen, monkeypatch):
     options = [
         "--k",
         "5",
@@ -205,8 +209,10 @@ def test_every_option_reaches_the_toy_comparison(folder, threads, seen, monkeypa
         "--top-p",
         "0.8",
     ]
+    options += ["--verifier", "block", "--confidence", "0.3"]
     start(monkeypatch, *options, "--seed", "11", "--threads", "2", "--dtype", "bfloat16", "--device", "cpu")
-    assert seen.setting == Setting(5, SamplingConfig(0.7, 3, 0.8), 9, [], 11, 4, 1)
+    assert seen.setting == Setting(5, SamplingConfig(0.7, 3, 0.8), 9, [], 11, 4, 1, "block")
+    assert seen.drafter.confidence_threshold == 0.3
     assert threads == [2]
     assert seen.target.dtype == seen.drafter.model.dtype == torch.bfloat16
     assert [p.question_id for p in seen.prompts] == list(range(12))
@@ -226,7 +232,7 @@ def test_the_toy_models_are_the_two_of_the_study(folder, threads, seen, monkeypa
 def test_a_cell_of_the_toy_warms_up_by_params_and_runs_on_one_thread(folder, threads, seen, monkeypatch):
     cells.write_json(cells.HARDWARE, {"fingerprint": {"threads": 7, "cpu": "Imaginary 1"}})
     start(monkeypatch, "--cell")
-    assert seen.setting == Setting(3, SamplingConfig(), 5, [], 4, 3, 2)
+    assert seen.setting == Setting(3, SamplingConfig(), 5, [], 4, 3, 2, "block")
     assert threads == [1]
 
 
@@ -241,8 +247,8 @@ def loaded(folder, monkeypatch):
     (folder / "prompts.jsonl").write_text(PROMPTS, encoding="utf-8")
     loaded = SimpleNamespace()
 
-    def load_pair(pair, models, *, device, dtype):
-        loaded.asked = (pair.target, pair.draft, device.type, dtype)
+    def load_pair(pair, models, *, device, dtype, confidence_threshold):
+        loaded.asked = (pair.target, pair.draft, device.type, dtype, confidence_threshold)
         return LoadedPair(tiny_gpt2(), PromptLookupDrafter(), 0, None, [5])
 
     monkeypatch.setattr(benchmark, "load_pair", load_pair)
@@ -250,11 +256,11 @@ def loaded(folder, monkeypatch):
     return loaded
 
 
-def test_a_cell_of_a_real_pair_has_the_settings_of_params(loaded, threads, seen, monkeypatch):
+def test_a13_a_cell_of_a_real_pair_has_the_settings_of_params(loaded, threads, seen, monkeypatch):
     cells.write_json(cells.HARDWARE, {"fingerprint": {"threads": 7, "cpu": "Imaginary 1"}})
     start(monkeypatch, "--cell", "--backend", "hf", "--pair", "small_lookup", "--k", "6", "--json", "cell.json")
-    assert loaded.asked == ("small", "lookup", "cpu", torch.float32)
-    assert seen.setting == Setting(6, SamplingConfig(0.5, 7, 0.9), 32, [5], 4, 6, 2)
+    assert loaded.asked == ("small", "lookup", "cpu", torch.float32, 0.0)
+    assert seen.setting == Setting(6, SamplingConfig(0.5, 7, 0.9), 32, [5], 4, 6, 2, "block")
     assert [(p.question_id, p.input_ids.tolist()) for p in seen.prompts] == [(0, [[0]]), (1, [[1]])]
     assert threads == [7]
     record = cells.read_json("cell.json")
@@ -263,12 +269,13 @@ def test_a_cell_of_a_real_pair_has_the_settings_of_params(loaded, threads, seen,
     assert {key: record[key] for key in expected} == expected
 
 
-def test_every_option_reaches_the_comparison_of_a_real_pair(loaded, threads, seen, monkeypatch):
+def test_a13_f13_every_option_reaches_the_comparison_of_a_real_pair(loaded, threads, seen, monkeypatch):
     options = ["--backend", "hf", "--target", "some/folder", "--draft", "int8", "--dtype", "float16", "--device", "cpu"]
+    options += ["--verifier", "block", "--confidence", "0.3"]
     start(monkeypatch, *options, "--prompts-per-category", "3", "--k", "2", "--json", "cell.json")
-    assert loaded.asked == ("some/folder", "int8", "cpu", torch.float16)
+    assert loaded.asked == ("some/folder", "int8", "cpu", torch.float16, 0.3)
     assert len(seen.prompts) == 3
-    assert seen.setting == Setting(2, SamplingConfig(), 128, [5], 0, 5, 1)
+    assert seen.setting == Setting(2, SamplingConfig(), 128, [5], 0, 5, 1, "block")
     record = cells.read_json("cell.json")
     assert (record["study"], record["pair"]) == (None, "some/folder + int8")
 
@@ -302,7 +309,7 @@ def test_what_is_undefined_is_a_dash():
     assert "temperature 0.7" in rows["decoding"]
 
 
-def test_the_two_alphas_and_the_rate_are_told_apart():
+def test_a12_the_two_alphas_and_the_rate_are_told_apart():
     names = ("alpha", "alpha_overlap", "draft_acceptance_rate", "mean_accepted_per_round", "mean_acceptance_length")
     rows = shown(**{name: i + 0.5 for i, name in enumerate(names)}, **{f"{name}_lo": None for name in names})
     assert [value for name, value in rows.items() if name.startswith(("alpha", "accept", "tokens per"))] == [

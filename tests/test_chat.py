@@ -151,8 +151,8 @@ def test_the_command_shows_the_text_that_plain_decoding_gives(monkeypatch, capsy
     class Loader:
         draft = nearby(target, 0.3)
 
-        def __call__(self, pair, models, *, device, dtype):
-            self.asked = (pair.target, pair.draft, device.type, dtype)
+        def __call__(self, pair, models, *, device, dtype, confidence_threshold):
+            self.asked = (pair.target, pair.draft, device.type, dtype, confidence_threshold)
             return LoadedPair(target, ModelDrafter(self.draft), 0, Bytes(), [])
 
     load = Loader()
@@ -172,12 +172,13 @@ def test_the_command_shows_the_text_that_plain_decoding_gives(monkeypatch, capsy
     greedy = text(max_new_tokens=12)
     marked = {"corrected": "".join(f"[{c}]" for c in greedy), "accepted": greedy}
     assert shown(target, "--k", "11").startswith(f"{marked['accepted'][:11]}{{{greedy[11]}}}\n\naccepted  [corrected]")
-    assert load.asked == ("some", "other", "cpu", torch.float32)
+    assert load.asked == ("some", "other", "cpu", torch.float32, 0.0)
     out = shown(disagreeing(target), "--k", "2")
     assert out.startswith(marked["corrected"][: -len("[x]")])
     assert "12 tokens in 12 target forwards: 1.000 tokens per round" in out
     assert "alpha (accepted / tested) 0.000" in out
     one, same, other = (shown(load.draft, "--temperature", "1.5", "--seed", seed) for seed in ("1", "1", "2"))
     assert one == same != other
+    assert shown(load.draft, "--temperature", "1.5", "--seed", "1", "--verifier", "block") != one
     assert shown(target, "--temperature", "1.5", "--top-k", "1") == shown(target)
     assert shown(target, "--temperature", "1.5", "--top-p", "1e-6") == shown(target)

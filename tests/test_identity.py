@@ -1,14 +1,16 @@
 """A differing token is a tie only where the target says so; anything else is a fault."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from stand_ins import ScriptedModel, nearby, random_table, tiny_gpt2
 
+from pipeline import greedy_identity
 from specdec.drafters import ModelDrafter
 from specdec.generate import autoregressive_generate, speculative_generate
-from specdec.identity import TIE_GAP, IdentityReport, check_greedy_identity
+from specdec.identity import TIE_GAP, IdentityReport, check_greedy_identity, emitted_gaps
 from specdec.quantize import bfloat16_copy
 
 PROMPT = torch.tensor([[1, 2]])
@@ -26,7 +28,7 @@ def test_equal_texts_match_without_a_forward():
 
 
 @pytest.mark.parametrize(("gap", "is_tie"), [(0.0, True), (TIE_GAP / 2, True), (TIE_GAP * 2, False), (0.3, False)])
-def test_the_gap_at_the_first_difference_tells_a_tie_from_a_fault(gap, is_tie):
+def test_a10_f09_the_gap_at_the_first_difference_tells_a_tie_from_a_fault(gap, is_tie):
     for plain, speculative in (([2, 2, 2], [2, 0, 1]), ([2, 0, 2], [2, 2, 2])):
         report = check(plain, speculative, gap)
         assert (report.matches, report.first_divergence) == (False, 1)
@@ -55,7 +57,7 @@ def test_the_gap_is_read_behind_the_text_that_both_share():
     assert report.top2_gap == pytest.approx(float(law.max() - min(law[1], law[2])), abs=1e-5)
 
 
-def test_in_float32_nothing_differs_and_in_bfloat16_only_near_ties():
+def test_a10_f09_in_float32_nothing_differs_and_in_bfloat16_only_near_ties():
     target, draft = tiny_gpt2(), nearby(tiny_gpt2(), 0.05)
     differences = 0
     for make, gap in ((lambda model: model, 0.0), (bfloat16_copy, 0.1)):
@@ -68,3 +70,65 @@ def test_in_float32_nothing_differs_and_in_bfloat16_only_near_ties():
             assert report.matches or report.top2_gap < gap
             differences += not report.matches
     assert differences > 0  # else this shows nothing
+
+
+# Every emitted token, by teacher forcing
+
+
+def test_the_gaps_of_a_text_are_those_of_its_laws():
+    table = random_table(4, 0, dtype=torch.float64)
+    gaps = emitted_gaps(ScriptedModel(table), PROMPT, [3, 0, 1])
+    for i, (previous, last, token) in enumerate([(1, 2, 3), (2, 3, 0), (3, 0, 1)]):
+        law = table[previous, last].log()
+        best, second = law.sort(descending=True).values[:2]
+        assert float(gaps.below_best[i]) == pytest.approx(float(best - law[token]))
+        assert float(gaps.top2[i]) == pytest.approx(float(best - second))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "logit", "ulp"),
+    [
+        (torch.bfloat16, 20.0, 0.125),
+        (torch.bfloat16, -20.0, 0.125),
+        (torch.bfloat16, 16.0, 0.125),
+        (torch.bfloat16, 15.9, 0.0625),
+        (torch.float32, 1.5, 2.0**-23),
+        (torch.float16, 0.75, 2.0**-11),
+    ],
+)
+def test_an_ulp_is_the_spacing_of_the_format_at_the_largest_logit(dtype, logit, ulp):
+    class Constant(torch.nn.Module):
+        device = torch.device("cpu")
+
+        def forward(self, tokens, logits_to_keep):
+            logits = torch.tensor([logit - 1, logit, logit - 2], dtype=dtype)
+            return SimpleNamespace(logits=logits.expand(1, logits_to_keep, 3))
+
+    assert float(emitted_gaps(Constant(), PROMPT, [1]).ulp) == ulp
+
+
+def test_bfloat16_divergences_are_told_with_their_gaps_in_ulps():
+    target, draft = bfloat16_copy(tiny_gpt2()), bfloat16_copy(nearby(tiny_gpt2(), 0.05))
+    rows = []
+    for seed in range(6):
+        prompt = torch.randint(40, (1, 8), generator=torch.Generator().manual_seed(seed))
+        plain = autoregressive_generate(target, prompt, max_new_tokens=64).new_tokens
+        drafter = ModelDrafter(draft)
+        speculative = speculative_generate(target, prompt, drafter=drafter, k=4, max_new_tokens=64).new_tokens
+        rows.append(greedy_identity.compare(target, prompt, plain, speculative))
+    record = greedy_identity.identity_record(rows)
+    assert record["identical_prompts"] + record["near_ties"] == record["prompts"] == 6
+    assert record["near_ties"] > 0 and record["faults"] == 0  # else this shows nothing
+    assert record["largest_ulps"] <= record["limit_ulps"] and record["largest_emitted_ulps"] <= record["limit_ulps"]
+    assert 0 < record["share_within_limit"] < 0.5
+
+
+def test_a_wrong_token_is_a_fault_and_so_is_a_text_that_stops_early():
+    target = bfloat16_copy(tiny_gpt2())
+    plain = autoregressive_generate(target, PROMPT, max_new_tokens=8).new_tokens
+    wrong = (*plain[:3], (plain[3] + 1) % 40, *plain[4:])
+    rows = [greedy_identity.compare(target, PROMPT, plain, text) for text in (plain, wrong, plain[:5])]
+    record = greedy_identity.identity_record(rows)
+    assert (record["identical_prompts"], record["near_ties"], record["faults"]) == (1, 0, 2)
+    assert record["first_divergences"] == [None, 3, 5]
+    assert record["divergence_gaps"][2] is None and record["largest_ulps"] > record["limit_ulps"]

@@ -7,6 +7,7 @@ import csv
 import json
 import re
 import shutil
+import subprocess
 import sys
 import time
 import zipfile
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 from pipeline_copy import kill, make, stages_run, use_stand_ins, with_git
 from ruamel.yaml import YAML
-from sync_deps import ROOT, closure, script_of
+from sync_deps import ROOT, closure, script_of, synchronised
 
 from pipeline import cells
 from pipeline.run_study import study_cells
@@ -27,8 +28,11 @@ HF_BENCHMARKS = {f"hf_benchmark@tiny-{pair}-2" for pair in PAIRS}
 TIMED = {"toy_benchmark"} | HF_BENCHMARKS
 SWEEPS_K = {f"sweep_k@tiny-{pair}-{k}" for pair in PAIRS for k in (1, 2)}
 SWEEPS_TEMPERATURE = {f"sweep_temperature@tiny-{pair}-1.0" for pair in PAIRS}
+BLOCK = {"sweep_block@tiny-int8-1.0"}
+CONFIDENCE = {"sweep_confidence@tiny-int8-0.0", "sweep_confidence@tiny-int8-0.5"}
+IDENTITY = {"greedy_identity@tiny-int8-bfloat16"}
 TOY_SWEEPS = {"toy_sweep_k@1", "toy_sweep_k@2", "toy_sweep_temperature@0.2"}
-PROMPTED = SWEEPS_K | SWEEPS_TEMPERATURE | HF_BENCHMARKS
+PROMPTED = SWEEPS_K | SWEEPS_TEMPERATURE | HF_BENCHMARKS | BLOCK | CONFIDENCE | IDENTITY
 CELLS = PROMPTED | TOY_SWEEPS | {"toy_benchmark"}
 DOWNLOADS = {f"download@{pair}" for pair in PAIRS}
 LAST = {"tables", "plot", "report"}
@@ -97,7 +101,7 @@ def of_pair(pair):
 
 
 TINY_K, TINY_SIZE = "    k: [1, 2]\n", "    prompts_per_category: 2\n    max_new_tokens: "
-TINY_TEMPERATURE = "    temperature: [{}]\n    benchmark_k: [2]\n    prompts_per_category: 2"
+TINY_TEMPERATURE = "    temperature: [{}]\n    benchmark_k: [2]\n    detail_pairs: [int8]"
 CHANGES = {
     "k gains a value": (TINY_K, "    k: [1, 2, 3]\n", {f"sweep_k@tiny-{pair}-3" for pair in PAIRS} | {"tables"}),
     "k loses a value": (TINY_K, "    k: [2]\n", {"tables"}),
@@ -105,7 +109,7 @@ CHANGES = {
     "another temperature": (
         TINY_TEMPERATURE.format("1.0"),
         TINY_TEMPERATURE.format("0.7"),
-        {f"sweep_temperature@tiny-{pair}-0.7" for pair in PAIRS} | {"tables"},
+        {f"sweep_temperature@tiny-{pair}-0.7" for pair in PAIRS} | {"sweep_block@tiny-int8-0.7", "tables"},
     ),
     "another draft": ("target, draft: draft}", "target, draft: bf16}", of_pair("model-draft")),
     "an unused pair": ("  misfit: {target: target, draft: misfit}\n", "", set()),
@@ -113,10 +117,21 @@ CHANGES = {
     "a model": ("path: models/draft", "path: models/target", DOWNLOADS),  # cells depend on what these find out
     "more tokens": (f"{TINY_SIZE}4", f"{TINY_SIZE}5", PROMPTED | {"tables"}),
     "categories": (", rag]", "]", PROMPTED),
-    "seed": ("seed: 0", "seed: 1", CELLS),
-    "k while the temperature varies": ("0, k: 2", "0, k: 3", SWEEPS_TEMPERATURE),
-    "temperature while k varies": ("temperature: 0.0", "temperature: 0.5", SWEEPS_K | HF_BENCHMARKS),
-    "top_p": ("top_p: null", "top_p: 0.9", PROMPTED),
+    "seed": ("seed: 0", "seed: 1", CELLS - IDENTITY),
+    "k while the temperature varies": ("0, k: 2", "0, k: 3", SWEEPS_TEMPERATURE | BLOCK | IDENTITY),
+    "temperature while k varies": ("temperature: 0.0", "temperature: 0.5", SWEEPS_K | HF_BENCHMARKS | CONFIDENCE),
+    "top_p": ("top_p: null", "top_p: 0.9", PROMPTED - IDENTITY),
+    "verifier": ("verifier: token", "verifier: block", CELLS - BLOCK - IDENTITY),
+    "a confidence threshold": (
+        "    confidence: [0.0, 0.5]\n",
+        "    confidence: [0.0, 0.7]\n",
+        {"sweep_confidence@tiny-int8-0.7", "tables"},
+    ),
+    "k of the confidence sweep": (
+        "    confidence: [0.0, 0.5]\n    confidence_k: 2\n",
+        "    confidence: [0.0, 0.5]\n    confidence_k: 3\n",
+        CONFIDENCE | {"tables"},
+    ),
     "timed runs": ("timing: {runs: 2", "timing: {runs: 3", TIMED),
     "toy runs": ("  runs: 2\n", "  runs: 3\n", {"toy_benchmark", "tables"}),
     "toy tokens": ("  max_new_tokens: 8\n", "  max_new_tokens: 9\n", TOY_SWEEPS | {"toy_benchmark", "tables"}),
@@ -125,20 +140,20 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_parameter(stood_in_once, change):
+def test_a17_a_changed_parameter(stood_in_once, change):
     old, new, want = CHANGES[change]
     with stood_in_once.undone("params.yaml"):
         stood_in_once.replace("params.yaml", old, new)
         assert set(stood_in_once.changes()) == want
 
 
-def test_a_changed_prompt(stood_in_once):
+def test_a17_a_changed_prompt(stood_in_once):
     with stood_in_once.undone("pipeline/prompts.jsonl"):
         stood_in_once.append("pipeline/prompts.jsonl", "\n")
         assert set(stood_in_once.changes()) == PROMPTED
 
 
-def test_files_that_no_result_depends_on(stood_in_once):
+def test_a17_files_that_no_result_depends_on(stood_in_once):
     bystanders = ("README.md", "notes/a.md", "tests/test_a.py", "pyproject.toml", "pipeline/chat.py", "pipeline/a.py")
     leftovers = (
         "metrics/sweep_k/tiny/int8/.1.json.99.tmp",
@@ -152,7 +167,36 @@ def test_files_that_no_result_depends_on(stood_in_once):
         assert stood_in_once.changes() == {}
 
 
-def test_another_machine(stood_in_once):
+STAGES = YAML(typ="safe").load(ROOT / "dvc.yaml")["stages"]
+
+
+@pytest.mark.parametrize(
+    "script", sorted({script_of(stage["cmd"]) for stage in STAGES.values()} - {"pipeline/hardware.py"})
+)
+def test_a17_a_changed_script(stood_in_once, script):
+    """Only the stages that run it: a plot's script makes plots stale, and nothing that is measured."""
+    with stood_in_once.undone(script):
+        stood_in_once.append(script, "CONSTANT = 1\n")
+        stale = {name.split("@")[0] for name in stood_in_once.changes()}
+    assert stale == {name for name, stage in STAGES.items() if script_of(stage["cmd"]) == script}
+
+
+def test_a17_a_new_module(stood_in_once):
+    """Importing it is a change of who imports it; once `make deps` has declared it, so is every change of the new module."""
+    new, dvc_yaml = "specdec/new.py", stood_in_once.root / "dvc.yaml"
+    with stood_in_once.undone(new), stood_in_once.undone("pipeline/cells.py"), stood_in_once.undone("dvc.yaml"):
+        stood_in_once.append(new, "CONSTANT = 1\n")
+        assert stood_in_once.changes() == {}
+        stood_in_once.append("pipeline/cells.py", "import specdec.new\n")
+        assert set(stood_in_once.changes()) == CELLS | DOWNLOADS | LAST
+        dvc_yaml.write_text(synchronised(dvc_yaml.read_text(encoding="utf-8"), stood_in_once.root), encoding="utf-8")
+        changes = stood_in_once.changes()
+    assert set(changes) == CELLS | DOWNLOADS | LAST
+    for name, change in changes.items():
+        assert {new, "pipeline/cells.py"} <= {file for kind in change for file in kind["changed deps"]}, name
+
+
+def test_a17_another_machine(stood_in_once):
     path = stood_in_once.root / cells.HARDWARE
     record = cells.read_json(path)
     with stood_in_once.undone(str(cells.HARDWARE)):
@@ -169,7 +213,7 @@ def changed_results(copy, before):
     return {path for path, content in copy.results().items() if before.get(path) != content}
 
 
-def test_k_gains_a_value(stood_in):
+def test_a17_k_gains_a_value(stood_in):
     before = stood_in.results()
     stood_in.replace("params.yaml", TINY_K, "    k: [1, 2, 3]\n")
     assert stood_in.repro() == ["hardware", *(f"sweep_k@tiny-{pair}-3" for pair in PAIRS), "tables", "plot", "report"]
@@ -177,7 +221,7 @@ def test_k_gains_a_value(stood_in):
     assert changed == {str(cells.sweep_k("tiny", pair, 3)) for pair in PAIRS}
 
 
-def test_on_another_machine_and_back(stood_in):
+def test_a17_on_another_machine_and_back(stood_in):
     before = stood_in.results()
     stood_in.environment["STAND_IN_CPU"] = "second"
     assert set(stood_in.repro()) == {"hardware"} | TIMED | LAST
@@ -193,6 +237,11 @@ def test_another_study_and_back(stood_in):
     before = stood_in.results()
     stood_in.replace("params.yaml", "study: *tiny", "study: *other")
     other = {"sweep_k@other-lookup-2", "sweep_temperature@other-lookup-1.0", "hf_benchmark@other-lookup-2"}
+    other |= {
+        "sweep_block@other-lookup-1.0",
+        "sweep_confidence@other-lookup-0.0",
+        "greedy_identity@other-lookup-bfloat16",
+    }
     assert set(stood_in.repro()) == {"hardware"} | other | LAST
     stood_in.replace("params.yaml", "study: *other", "study: *tiny")
     assert set(stood_in.repro()) <= {"hardware"} | LAST
@@ -260,7 +309,7 @@ WRONG = {
     "top_p 0": ([*TOY, "--top-p", "0"], 1, "top_p is 0.0; allowed"),
     "top_p 1.5": ([*TOY, "--top-p", "1.5"], 1, "top_p is 1.5; allowed"),
     "chat target": ([*CHAT, "nosuch"], 1, "The model 'nosuch' is not known; allowed: target, draft"),
-    "chat k -1": ([*CHAT, "models/target", "--k", "-1"], 1, "k is -1; allowed"),
+    "chat k -1": ([*CHAT, "models/target", "--k", "-1"], 2, "--k is -1; allowed"),
     "chat temperature -1": ([*CHAT, "models/target", "--temperature", "-1"], 1, "temperature is -1.0; allowed"),
     "tables": (
         ["pipeline/tables.py"],
@@ -289,7 +338,7 @@ def outcomes(unmeasured):
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_argument(outcomes, case):
+def test_a13_a_wrong_argument(outcomes, case):
     _, want, message = WRONG[case]
     code, stderr = outcomes[case]
     assert "Traceback" not in stderr, stderr
@@ -314,7 +363,7 @@ def strictly_read(path):
 
 
 @pytest.mark.parametrize("case", EDGES)
-def test_what_is_undefined_is_null(outcomes, unmeasured, case):
+def test_a19_what_is_undefined_is_null(outcomes, unmeasured, case):
     code, stderr = outcomes[case]
     assert code == 0, stderr
     record = strictly_read(unmeasured.root / case)
@@ -351,7 +400,7 @@ WRONG_PARAMS = {
 
 
 @pytest.mark.parametrize("case", WRONG_PARAMS)
-def test_a_wrong_parameter(unmeasured, case):
+def test_a13_a_wrong_parameter(unmeasured, case):
     old, new, message = WRONG_PARAMS[case]
     before = unmeasured.results()
     with unmeasured.undone("params.yaml"):
@@ -395,7 +444,7 @@ def test_an_unknown_study_stops_dvc(stood_in):
     assert "found undefined alias 'nosuch'" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_without_git(unmeasured):
+def test_a20_without_git(unmeasured):
     call = ("--backend", "toy", "--runs", "2", "--max-new-tokens", "4", "--json", "toy.json")
     done = unmeasured.python("pipeline/benchmark.py", *call)
     assert "speed-up over plain decoding" in done.stdout
@@ -406,7 +455,7 @@ def test_without_git(unmeasured):
         assert line == f"ERROR: {unmeasured.root} is not a git repository"
 
 
-def test_without_a_commit(tmp_path):
+def test_a20_without_a_commit(tmp_path):
     copy = make(tmp_path / "lab")
     use_stand_ins(copy)
     copy.git("init", "-q")
@@ -418,7 +467,35 @@ def test_without_a_commit(tmp_path):
         assert "rror" not in copy.dvc(*command.split()).stderr
 
 
-def test_empty_lock_files(stood_in):
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTED = sorted(set(re.findall(r"`dvc ([^`]+)`", README)))
+LOOKING = [
+    command for command in DOCUMENTED if "hw/" not in command and (command.split()[0] != "repro" or "--dry" in command)
+]
+
+
+@pytest.mark.parametrize("git", [False, True], ids=["no git", "no commit"])
+def test_a20_a_documented_command_works_or_says_what_is_missing(tmp_path, git):
+    assert {"metrics diff", "plots diff", "stage list"} <= set(LOOKING)
+    copy = make(tmp_path / "lab")
+    use_stand_ins(copy)
+    if git:
+        copy.git("init", "-q")
+    for command in LOOKING:
+        done = subprocess.run(
+            [sys.executable, "-m", "dvc", *command.split()],
+            cwd=copy.root,
+            env=copy.environment,
+            capture_output=True,
+            text=True,
+        )
+        assert "Traceback" not in done.stderr, command
+        if done.returncode != 0:
+            (line,) = (line for line in done.stderr.splitlines() if line.startswith("ERROR: "))
+            assert "HEAD" not in line if git else "git repositor" in line.lower(), (command, line)
+
+
+def test_a18_empty_lock_files(stood_in):
     """What a crash of the whole machine may leave. DVC then names the file in its way, and README.md what to do with it."""
     stood_in.repro("hardware")
     locks = [path for path in (stood_in.root / ".dvc" / "tmp").rglob("*lock*") if path.is_file()]
@@ -450,7 +527,7 @@ def family(records, stage):
     return [record for name, record in records.items() if name.split("@")[0] == stage]
 
 
-def test_every_result_is_there(measured_once, params):
+def test_a19_every_result_is_there(measured_once, params):
     results = measured_once.results()
     cells_and_manifests = [*study_cells(params).values(), *(cells.manifest(pair) for pair in PAIRS), cells.HARDWARE]
     assert {path for path in results if path.startswith("metrics/")} == {str(path) for path in cells_and_manifests}
@@ -463,34 +540,53 @@ def test_every_result_is_there(measured_once, params):
 
 
 @pytest.mark.parametrize(
-    "stage", ["sweep_k", "sweep_temperature", "hf_benchmark", "toy_sweep_k", "toy_sweep_temperature"]
+    "stage",
+    [
+        "sweep_k",
+        "sweep_temperature",
+        "sweep_block",
+        "sweep_confidence",
+        "hf_benchmark",
+        "toy_sweep_k",
+        "toy_sweep_temperature",
+    ],
 )
 def test_the_cells_of_a_stage_have_the_same_keys(records, stage):
     (keys,) = {frozenset(record) for record in family(records, stage)}
     assert {"k", "temperature", "alpha", "mean_acceptance_length"} <= keys
 
 
-def test_what_was_asked_for_is_what_was_measured(records, params):
+def test_a13_f13_what_was_asked_for_is_what_was_measured(records, params):
     """k, temperature and the number of tokens reach the cell, and the draft itself is asked for k tokens a round."""
     for name, record in records.items():
         stage, _, axes = name.partition("@")
+        assert record.get("verifier", "token") == ("block" if stage == "sweep_block" else "token")
+        if stage == "greedy_identity":
+            assert (record["k"], record["dtype"], record["faults"]) == (params.decoding.k, "bfloat16", 0)
+            continue
         toy, value = stage.startswith("toy"), axes.split("-")[-1]
         k = params.toy.k_for_temperature if toy else params.decoding.k
         temperature = 0.0
-        if stage.endswith("temperature"):
+        threshold = 0.0
+        if stage == "sweep_confidence":
+            threshold, k = float(value), params.study.confidence_k
+        elif stage.endswith("temperature") or stage == "sweep_block":
             temperature = float(value)
         elif value:
             k = int(value)
         tokens = params.toy.max_new_tokens if toy else params.study.max_new_tokens
         assert (record["k"], record["temperature"], record["max_new_tokens"]) == (k, temperature, tokens), name
         assert toy or record["pair"] in axes
+        assert record["confidence_threshold"] == threshold
         rounds = [pair for prompt in record["per_prompt"] for pair in proposed_and_left(prompt, tokens)]
         proposed, most = (
             [p for p, _ in rounds],
             [min(k, left - 1) for _, left in rounds],
         )  # the last token needs no draft
         assert max(most) == k
-        if record["draft"] == "lookup":  # which proposes only where it has seen the words before
+        if (
+            record["draft"] == "lookup" or threshold
+        ):  # which stop where they have not seen the words before, or are unsure
             assert all(p <= m for p, m in zip(proposed, most, strict=True)), name
         else:
             assert proposed == most, name
@@ -527,13 +623,13 @@ def test_a_second_run_measures_nothing(measured_once):
 
 
 @pytest.mark.parametrize("command", ["metrics show", "metrics diff", "plots show"])
-def test_what_dvc_shows(measured_once, command):
+def test_a19_what_dvc_shows(measured_once, command):
     done = measured_once.dvc(*command.split())
     assert "rror" not in done.stderr
     assert measured_once.git("status", "--porcelain") == ""
 
 
-def test_a_changed_module_is_seen_by_the_stages_that_import_it(measured_once):
+def test_a17_a_changed_module_is_seen_by_the_stages_that_import_it(measured_once):
     """All modules at once, for DVC tells which of them each stage has seen change."""
     modules = [path for package in ("pipeline", "specdec") for path in (measured_once.root / package).glob("*.py")]
     before = {module: module.read_bytes() for module in modules}
@@ -550,7 +646,7 @@ def test_a_changed_module_is_seen_by_the_stages_that_import_it(measured_once):
     assert measured_once.changes() == {}
 
 
-def test_a_dry_run_after_a_comment_in_the_sampling_module(measured_once):
+def test_a17_a_dry_run_after_a_comment_in_the_sampling_module(measured_once):
     with measured_once.undone("specdec/sampling.py"):
         measured_once.append("specdec/sampling.py", "# a comment\n")
         done = measured_once.dvc("repro", "--dry")
@@ -570,7 +666,7 @@ def without(results, stage, params):
     return {path: content for path, content in results.items() if path != str(study_cells(params)[stage])}
 
 
-def test_a_stage_that_raises_loses_its_own_cell_and_git_has_it(measured, params):
+def test_a18_a_stage_that_raises_loses_its_own_cell_and_git_has_it(measured, params):
     measured.forget()
     before = measured.results()
     with measured.undone("pipeline/sweep.py"):
@@ -582,7 +678,7 @@ def test_a_stage_that_raises_loses_its_own_cell_and_git_has_it(measured, params)
     assert measured.results() == before and measured.changes() == {}
 
 
-def test_after_dvc_and_its_stage_were_killed_the_next_run_ends_the_study(measured, params):
+def test_a18_after_dvc_and_its_stage_were_killed_the_next_run_ends_the_study(measured, params):
     measured.forget()
     before, sign = measured.results(), measured.root / "half-way"
     with measured.undone("pipeline/sweep.py"):
@@ -613,7 +709,7 @@ def wheels(tmp_path):
     return folder
 
 
-def test_a_download_that_fails_keeps_the_manifest_and_other_pairs_go_on(measured, wheels):
+def test_a14_a_download_that_fails_keeps_the_manifest_and_other_pairs_go_on(measured, wheels):
     manifest = measured.root / cells.manifest("packaged")
     manifest.write_text('{"from": "another machine"}\n', encoding="utf-8")
     measured.replace(
@@ -636,3 +732,51 @@ def test_a_download_that_fails_keeps_the_manifest_and_other_pairs_go_on(measured
     assert measured.results() == before
     assert "download@packaged" not in (measured.root / "dvc.lock").read_text(encoding="utf-8")
     assert not (measured.root / "models" / "packaged").exists()
+
+
+def test_a14_weights_cut_in_half_stop_the_download_and_every_stage_behind_it(measured):
+    weights = measured.root / "models" / "draft" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    before, lock = measured.results(), (measured.root / "dvc.lock").read_bytes()
+    done = measured.dvc("repro", "--force", "download@model-draft", code=255)
+    assert "models/draft cannot be loaded" in the_error(done.stderr)
+    assert stages_run(done.stdout) == ["hardware", "download@model-draft"]
+    assert measured.results() == before
+    assert "download@model-draft" in lock.decode()  # of the sound weights; the failure is not recorded as done
+    assert (measured.root / "dvc.lock").read_bytes() == lock
+    measured.forget()
+    cell = measured.root / cells.sweep_temperature("tiny", "model-draft", 1.0)
+    cell.unlink()
+    done = measured.dvc("repro", "sweep_temperature@tiny-model-draft-1.0", code=255)
+    assert "models/draft cannot be loaded" in the_error(done.stderr)
+    assert not cell.exists()
+
+
+def test_a18_killed_in_the_middle_of_a_benchmark_with_its_lock_files_empty(measured, params):
+    """As after a crash of the whole machine. Only the cell that was being measured is missing, and is measured again."""
+    measured.forget()
+    before, sign = measured.results(), measured.root / "half-way"
+    with measured.undone("pipeline/timed.py"):
+        line = "    results = [\n"
+        measured.replace(
+            "pipeline/timed.py", line, f"    open('half-way', 'w').close(), __import__('time').sleep(300)\n{line}"
+        )
+        process = measured.start(sys.executable, "-m", "dvc", "repro", "toy_benchmark")
+        while process.poll() is None and not sign.exists():
+            time.sleep(0.05)
+        assert sign.exists()
+        kill(process)
+    assert measured.results() == without(before, "toy_benchmark", params)
+    locks = [path for path in (measured.root / ".dvc" / "tmp").rglob("*lock*") if path.is_file()]
+    for path in locks:
+        path.write_bytes(b"")
+    assert "Unable to read RWLock-file '.dvc/tmp/rwlock'" in measured.dvc("repro", "toy_benchmark", code=255).stderr
+    for path in locks:
+        path.unlink()
+    assert measured.repro("toy_benchmark") == ["hardware", "toy_benchmark"]
+    after, path = measured.results(), str(cells.toy_benchmark())
+    assert without(after, "toy_benchmark", params) == without(before, "toy_benchmark", params)
+    old, new = (json.loads(results[path], parse_constant=refuse) for results in (before, after))
+    assert old.keys() == new.keys()
+    for key in ("accepted", "proposed", "new_tokens", "per_prompt", "identical"):
+        assert old[key] == new[key]

@@ -24,11 +24,15 @@ from pipeline.study import Params
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = Path("plots/fake")
-NAMES = {"tokens_per_round", "acceptance_per_position", "acceptance_vs_temperature", "speedup", "toy"}
+NAMES = {
+    *("tokens_per_round", "acceptance_per_position", "acceptance_vs_temperature", "speedup", "toy"),
+    *("block_verification", "confidence"),
+}
 SMALLEST = (
-    fake_cells.PARAMS.replace("[small_int8, small_bf16, small_lookup]", "[small_lookup]")
+    fake_cells.PARAMS.replace("[small_int8, small_bf16, small_lookup]", "[small_int8]")
     .replace("k: [1, 2, 4, 8]", "k: [2]")
     .replace("[0.3, 1.0, 1.5]", "[1.0]")
+    .replace("[0.0, 0.4, 0.8]", "[0.4]")
     .replace("k: [1, 2, 3, 4, 5, 6, 7, 8]", "k: [2]")
     .replace("[0.02, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0]", "[1.0]")
 )
@@ -138,6 +142,53 @@ def test_the_toy_figure_has_both_limits_and_the_geometric_form(figures: dict[str
     assert rounds.get_ylabel() and temperature.get_ylabel()
 
 
+def test_block_verification_shows_real_pairs_and_the_toy_over_one_axis(
+    study: Params, figures: dict[str, Figure]
+) -> None:
+    (ax,) = figures["block_verification"].axes
+    real, toy = read_table(FOLDER, "sweep_temperature"), read_table(FOLDER, "toy_temperature")
+    expected = [real.loc[real["pair"] == pair, "block_gain"].tolist() for pair in study.study.pairs]
+    assert lines_of(figures["block_verification"], 0, "-") == [*expected, toy["block_gain"].tolist()]
+    assert len(ax.collections) == len(expected) + 1, "interval bars"
+    assert ax.get_xscale() == "log"
+    places = [np.asarray(line.get_xdata(), dtype=float) for line in ax.lines if line.get_linestyle() == "-"]
+    drawn = [x.tolist() for x in places if x.size > 2]
+    assert drawn[-1] == study.toy.temperature
+    for x in drawn[:-1]:
+        assert x == pytest.approx(study.study.temperature, rel=0.1), "moved by no more than a marker"
+    ticks = [label.get_text() for label in ax.get_xticklabels()]
+    assert ticks == ["0.02", "0.1", "0.2", "0.3", "0.5", "1", "1.5", "2", "5"]
+
+
+def test_confidence_shows_what_the_draft_and_the_target_have_to_do(study: Params, figures: dict[str, Figure]) -> None:
+    left, right = figures["confidence"].axes
+    table = read_table(FOLDER, "sweep_confidence")
+    ((line, *_), *_) = [container.lines for container in left.containers]
+    assert np.asarray(line.get_xdata()).tolist() == (
+        (table["mean_drafted_per_round"] / table["mean_acceptance_length"]).tolist()
+    )
+    assert np.asarray(line.get_ydata()).tolist() == table["mean_acceptance_length"].tolist()
+    assert {text.get_text(): text.xy for text in left.texts} == {
+        f"threshold {row['confidence_threshold']:g}": (
+            row["mean_drafted_per_round"] / row["mean_acceptance_length"],
+            row["mean_acceptance_length"],
+        )
+        for row in (table.iloc[0], table.iloc[-1])
+    }
+    assert lines_of(figures["confidence"], 1, "-") == [table["draft_acceptance_rate"].tolist()]
+    assert right.get_xlabel() == "confidence threshold"
+
+
+def test_with_several_pairs_only_one_has_its_thresholds_named(study: Params, tmp_path: Path) -> None:
+    both = "detail_pairs: [small_int8, small_bf16]"
+    fake_cells.write(tmp_path, fake_cells.PARAMS.replace("detail_pairs: [small_int8]", both))
+    tables.main()
+    with matplotlib.rc_context(plot.STYLE):
+        left, right = plot.draw(FOLDER)["confidence"].axes
+    assert len(left.containers) == len(right.containers) == 2
+    assert [text.get_text() for text in left.texts] == ["threshold 0.8", "threshold 0"]
+
+
 def test_speedup_writes_every_value_beside_its_row(study: Params, figures: dict[str, Figure]) -> None:
     (ax,) = figures["speedup"].axes
     benchmark = read_table(FOLDER, "hf_benchmark")
@@ -155,8 +206,10 @@ def test_the_smallest_study_without_intervals_or_acceptances_is_drawn(
     for path in Path("metrics").rglob("*.json"):
         fake_cells.without_intervals(path)
     unknown: dict[str, Any] = dict.fromkeys(("alpha", "alpha_overlap", "iid_acceptance_length"))
-    fake_cells.edit(cells.sweep_k("fake", "small_lookup", 2), **unknown)
-    fake_cells.edit(cells.hf_benchmark("fake", "small_lookup", 4), speedup_over_fastest=None)
+    fake_cells.edit(cells.sweep_k("fake", "small_int8", 2), **unknown)
+    fake_cells.edit(cells.hf_benchmark("fake", "small_int8", 4), speedup_over_fastest=None)
+    fake_cells.edit(cells.sweep_temperature("fake", "small_int8", 1.0), block_gain=None)
+    fake_cells.edit(cells.sweep_confidence("fake", "small_int8", 0.4), mean_drafted_per_round=None)
     tables.main()
     plot.main()
     assert {path.stem for path in FOLDER.glob("*.svg")} == NAMES

@@ -16,6 +16,7 @@ from specdec.theory import expected_tokens_per_round
 
 FOLDER = Path("plots/fake")
 BENCHMARK = cells.hf_benchmark("fake", "small_int8", 4)
+STOPPING, IDENTITY = "Stopping the draft early", "Greedy identity in other number formats"
 
 
 @pytest.fixture
@@ -88,6 +89,23 @@ def test_the_header_names_machine_versions_and_amount_but_no_date(study: Params)
         "Greedy decoding",
     ):
         assert part in first
+
+
+def test_one_thread_is_one_thread(study: Params) -> None:
+    fake_cells.edit(cells.toy_benchmark(), threads=1)
+    whole = text()
+    assert "1 thread, device" in section(whole, "Toy pair") and "2 threads, device" in report.readme_part(whole)
+    fake_cells.edit(BENCHMARK, threads=1)
+    assert "1 / 2 threads, device" in report.readme_part(text())
+
+
+def test_the_header_names_block_verification(study: Params) -> None:
+    assert "block verification" not in report.readme_part(text())
+    for pair in study.study.pairs:
+        fake_cells.edit(cells.hf_benchmark("fake", pair, 4), verifier="block")
+    assert "Greedy decoding, block verification, 12 prompts" in text()
+    fake_cells.edit(BENCHMARK, temperature=0.7)
+    assert "Sampling at T = 0.7, block verification / Greedy decoding, block verification, 12" in text()
 
 
 def test_rows_that_differ_show_all_values_in_the_header(study: Params) -> None:
@@ -173,11 +191,13 @@ def test_a_fastest_baseline_that_is_our_own_is_compared_once(study: Params) -> N
     assert line.count("times the speed of") == 1 and "own plain decoding, the fastest baseline" in line
 
 
-def test_identity_is_claimed_only_where_the_cell_claims_it(study: Params) -> None:
+def test_a10_identity_is_claimed_only_where_the_cell_claims_it(study: Params) -> None:
     for path in [cells.hf_benchmark("fake", pair, 4) for pair in study.study.pairs] + [cells.toy_benchmark()]:
-        fake_cells.edit(path, identical="not checked")
+        fake_cells.edit(path, identical="not checked", identical_prompts=None)
     whole = text()
-    assert "identical" not in whole and "lossless" not in whole.lower()
+    of_timed_cells = whole.replace(section(whole, IDENTITY), "")
+    assert "identical" not in of_timed_cells and "lossless" not in whole.lower()
+    assert "In float32, 0 of 3 timed cells compare the two" in section(whole, IDENTITY)
     fake_cells.edit(BENCHMARK, identical="identical but for 3 ties")
     assert [row["greedy output against plain"] for row in table(text())] == [
         "identical but for 3 ties",
@@ -229,6 +249,141 @@ def test_how_often_hugging_face_gave_the_same_text_is_printed(study: Params) -> 
     assert [row["HF output equal"] for row in rows] == ["11 of 12", "–", "11 of 12"]
 
 
+def test_both_verifiers_stand_side_by_side(study: Params) -> None:
+    rows = table(section(text(), "Block verification"))
+    assert [(row["pair"], float(row["T"])) for row in rows] == [
+        (pair, t) for pair in study.study.pairs for t in study.study.temperature
+    ]
+    token = cells.read_json(cells.sweep_temperature("fake", "small_int8", 1.5))
+    block = cells.read_json(cells.sweep_block("fake", "small_int8", 1.5))
+    row = rows[2]
+    assert row["τ, token run"] == f"{token['mean_acceptance_length']:.2f}"
+    assert row["τ, block run"] == f"{block['mean_acceptance_length']:.2f}" != row["τ, token run"]
+    for verifier in ("token", "block"):
+        expected = (token["rounds"] + token[f"expected_accepted_{verifier}"]) / token["rounds"]
+        assert row[f"expected / round, {verifier}"] == f"{expected:.3f}"
+    gain = [f"{token[f'block_gain{end}']:.3f}" for end in ("", "_lo", "_hi")]
+    assert row["gain by block verification"] == "{} [{}, {}]".format(*gain)
+    ratio = float(row["expected / round, block"]) / float(row["expected / round, token"])
+    assert ratio == pytest.approx(float(gain[0]), abs=1e-3)
+    assert {row["τ, block run"] for row in rows if row["pair"] != "small_int8"} == {"–"}
+
+
+def test_a_run_stands_under_the_rule_that_it_used(study: Params) -> None:
+    """With decoding.verifier: block, nobody decoded by tokens."""
+    fake_cells.edit(cells.sweep_temperature("fake", "small_lookup", 1.0), verifier="block")
+    row = table(section(text(), "Block verification"))[7]
+    assert row["τ, token run"] == "–" and row["τ, block run"] != "–"
+
+
+def test_the_gains_told_are_those_of_the_table(study: Params) -> None:
+    def of(pair: str, t: float, heading: str = "Block verification", **values: float | None) -> str:
+        fake_cells.edit(cells.sweep_temperature("fake", pair, t), **values)
+        return section(text(), heading)
+
+    most = cells.read_json(cells.sweep_temperature("fake", "small_bf16", 1.5))
+    told = section(text(), "Block verification")
+    assert f"Largest gain: {most['block_gain']:.3f} [" in told
+    assert "] at T = 1.5, `small_bf16`; smallest: 1.000 [1.000, 1.000] at T = 0.3, `small_lookup`." in told
+    assert "The interval lies above 1 in 6 of 9 rows." in told
+    assert "`small_lookup` has 1.000 at every T." in told
+    rounding: dict[str, float | None] = {"block_gain_lo": 1.0000000000000002, "block_gain_hi": 1.0000000000000002}
+    assert "in 6 of 9 rows" in of("small_lookup", 1.0, **rounding), "a rounding error is no gain"
+    told = of("small_lookup", 1.0, block_gain=1.5, block_gain_lo=1.4, block_gain_hi=1.6)
+    assert "Largest gain: 1.500 [1.400, 1.600] at T = 1, `small_lookup`; smallest: 1.000" in told
+    assert "in 7 of 9 rows" in told and "`small_lookup` has from 1.000 to 1.500." in told
+
+
+def test_gains_without_intervals_or_without_values(study: Params) -> None:
+    for path in Path("metrics").rglob("*.json"):
+        if "block_gain" in cells.read_json(path):
+            fake_cells.without_intervals(path)
+    told = section(text(), "Block verification")
+    assert "1.015 [–]" in told and "The interval lies" not in told
+    unknown = dict.fromkeys(("block_gain", "expected_accepted_token", "expected_accepted_block"))
+    for pair in study.study.pairs:
+        for t in study.study.temperature:
+            fake_cells.edit(cells.sweep_temperature("fake", pair, t), **unknown)
+        if pair == "small_bf16":  # the lookup's are left
+            assert "smallest: 1.000 [–] at T = 0.3, `small_lookup`" in section(text(), "Block verification")
+    told = section(text(), "Block verification")
+    assert "No gain is known." in told and "nan" not in told
+    assert {row["expected / round, block"] for row in table(told)} == {"–"}
+
+
+def test_the_toy_pairs_gain_is_told_by_temperature(study: Params) -> None:
+    fake_cells.edit(cells.toy_temperature(0.2), block_gain=1.25, block_gain_lo=1.2, block_gain_hi=1.3)
+    told = section(text(), "Toy pair against temperature")
+    rows = {row["T"]: row["gain by block verification"] for row in table(told)}
+    assert rows["0.2"] == "1.250 [1.200, 1.300]" and len(rows) == len(study.toy.temperature)
+    assert "Largest gain: 1.250 [1.200, 1.300] at T = 0.2, `toy`" in told
+    assert "without laws of its own" not in told
+
+
+def test_what_a_threshold_saves_and_costs_is_told(study: Params) -> None:
+    told = section(text(), STOPPING)
+    rows = table(told)
+    assert [row["threshold"] for row in rows] == ["0", "0.4", "0.8"] and {row["k"] for row in rows} == {"8"}
+    record = cells.read_json(cells.sweep_confidence("fake", "small_int8", 0.8))
+    ratio = record["mean_drafted_per_round"] / record["mean_acceptance_length"]
+    assert rows[2]["drafted / round"] == f"{record['mean_drafted_per_round']:.2f}"
+    assert rows[2]["drafted / emitted"] == f"{ratio:.2f}"
+    assert rows[2]["acceptance rate"].startswith(f"{record['draft_acceptance_rate']:.3f} [")
+    ends = [(row["drafted / emitted"], row["τ"].split(" ")[0]) for row in (rows[0], rows[2])]
+    (saved, tau), (saved_by_most, tau_by_most) = ends
+    assert told.rstrip().endswith(
+        f"- `small_int8`, k = 8, from threshold 0 to 0.8: drafted / emitted falls from {saved} to {saved_by_most}, "
+        f"τ falls from {tau} to {tau_by_most}."
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (2.0, 1.0, "falls from 2.00 to 1.00"),
+        (1.0, 2.0, "rises from 1.00 to 2.00"),
+        (1.0, 1.001, "stays at 1.00"),
+        (9.99, 10.0, "rises from 9.99 to 10.00"),
+        (None, 1.0, "goes from – to 1.00"),
+    ],
+)
+def test_the_verb_agrees_with_the_digits(before: float | None, after: float | None, words: str) -> None:
+    assert report.change(before, after) == words
+
+
+def test_one_threshold_is_compared_with_nothing(study: Params, tmp_path: Path) -> None:
+    fake_cells.write(tmp_path, fake_cells.PARAMS.replace("[0.0, 0.4, 0.8]", "[0.4]"))
+    fake_cells.edit(cells.sweep_confidence("fake", "small_int8", 0.4), mean_drafted_per_round=None, alpha=None)
+    told = section(text(), STOPPING)
+    assert "- `small_int8`, k = 8: measured at one threshold only." in told
+    assert table(told)[0]["drafted / emitted"] == table(told)[0]["drafted / round"] == "–"
+    assert table(told)[0]["α"].startswith("– [")
+
+
+def test_divergences_in_other_formats_are_told_by_kind(study: Params) -> None:
+    bfloat16 = cells.greedy_identity("fake", "small_int8", "bfloat16")
+    told = section(text(), IDENTITY)
+    rows = table(told)
+    assert [tuple(row.values())[1:6] for row in rows] == [
+        ("bfloat16", "12", "10", "2", "0"),
+        ("float16", "12", "12", "0", "0"),
+    ]
+    assert (rows[0]["largest gap, ulps"], rows[0]["limit, ulps"]) == ("2.50", "4")
+    assert (rows[0]["within the limit, % of positions"], rows[0]["farthest below the best, ulps"]) == ("5.5", "3.00")
+    assert rows[1]["largest gap, ulps"] == "–"
+    assert "In float32, 3 of 3 timed cells compare the two, and 36 of 36 prompts are identical" in told
+    assert (
+        "In bfloat16, 2 of 12 prompts diverge, all of them at near-ties. In float16, 0 of 12 prompts diverge." in told
+    )
+    fake_cells.edit(bfloat16, near_ties=1, identical_prompts=11)
+    assert "In bfloat16, 1 of 12 prompts diverges, at a near-tie." in section(text(), IDENTITY)
+    fake_cells.edit(bfloat16, near_ties=2, faults=1, identical_prompts=9)
+    fake_cells.edit(BENCHMARK, identical_prompts=10, identical="identical but for 2 ties")
+    told = section(text(), IDENTITY)
+    assert "In bfloat16, 3 of 12 prompts diverge, 2 at near-ties and 1 by a fault." in told
+    assert "34 of 36 prompts are identical" in told
+
+
 def test_toy_findings_are_computed(study: Params) -> None:
     heading = "What the toy sweep shows beside the original's findings"
     rows = {row["quantity"]: row for row in table(section(text(), heading))}
@@ -242,6 +397,15 @@ def test_toy_findings_are_computed(study: Params) -> None:
     assert here[3].startswith("0.33 at T = 0.2; acceptance rate ")
     assert here[4:] == ["0.960, limit 0.970", "0.980, limit 1"]
     assert "0.35" in rows[next(iter(rows))]["original"]
+
+
+def test_toy_findings_say_which_alpha_they_mean(study: Params) -> None:
+    fake_cells.edit(cells.toy_temperature(0.02), alpha=0.5)
+    quantities = [
+        row["quantity"] for row in table(section(text(), "What the toy sweep shows beside the original's findings"))
+    ]
+    of_temperature = [quantity for quantity in quantities if "over temperatures" in quantity or "at T =" in quantity]
+    assert len(of_temperature) == 3 and all("α (mean Σ min(p, q))" in quantity for quantity in of_temperature)
 
 
 def test_toy_findings_follow_the_cells(study: Params) -> None:

@@ -16,6 +16,7 @@ from specdec.theory import expected_tokens_per_round, iid_acceptance_length
 
 NAMES = {
     *("sweep_k", "sweep_temperature", "acceptance_per_position", "hf_benchmark"),
+    *("sweep_block", "sweep_confidence", "greedy_identity"),
     *("toy_k", "toy_temperature", "toy_acceptance_per_position", "toy_benchmark"),
 }
 
@@ -34,6 +35,37 @@ def test_every_table_is_written_in_the_order_of_params(study: Params) -> None:
     assert list(zip(by_k["pair"], by_k["k"], strict=True)) == [(p, k) for p in study.study.pairs for k in study.study.k]
     assert by_k.columns[:5].tolist() == ["pair", "target", "draft", "k", "temperature"]
     assert "per_prompt" not in by_k
+    with_model = study.study.detail_pairs
+    for name, column, values in (
+        ("sweep_block", "temperature", study.study.temperature),
+        ("sweep_confidence", "confidence_threshold", study.study.confidence),
+        ("greedy_identity", "dtype", study.study.identity_dtypes),
+    ):
+        table = read_table(Path("plots/fake"), name)
+        assert list(zip(table["pair"], table[column], strict=True)) == [(p, v) for p in with_model for v in values]
+
+
+def test_what_the_new_tables_hold_is_what_their_cells_hold(study: Params) -> None:
+    gathered = tables.gather(study)
+    for name, path, keys in (
+        ("sweep_block", cells.sweep_block("fake", "small_int8", 0.3), tables.ACCEPTANCE),
+        ("sweep_confidence", cells.sweep_confidence("fake", "small_int8", 0.0), tables.ACCEPTANCE),
+        ("greedy_identity", cells.greedy_identity("fake", "small_int8", "bfloat16"), tables.IDENTITY),
+    ):
+        row, record = gathered[name].iloc[0], cells.read_json(path)
+        assert {key: row[key] for key in keys} == {key: record[key] for key in keys}
+        assert gathered[name].columns[: len(keys)].tolist() == [*keys], "raw lists stay in the cells"
+    assert not {"divergence_ulps", "first_divergences"} & {*gathered["greedy_identity"]}
+
+
+def test_a_timed_cell_needs_no_gain_and_a_sweep_does(study: Params) -> None:
+    assert "block_gain" not in tables.gather(study)["hf_benchmark"]
+    path = cells.sweep_temperature("fake", "small_lookup", 0.3)
+    record = cells.read_json(path)
+    del record["block_gain"]
+    cells.write_json(path, record)
+    with pytest.raises(InputError, match=f"^{path} lacks the key block_gain"):
+        tables.gather(study)
 
 
 def test_two_runs_write_the_same_bytes(study: Params) -> None:
@@ -51,7 +83,14 @@ def test_a_cell_that_the_study_does_not_declare_is_left_out(study: Params) -> No
     assert set(by_k["pair"]) == set(study.study.pairs)
 
 
-@pytest.mark.parametrize("path", ["sweep_k/fake/small_bf16/2.json", "toy/temperature/0.2.json", "toy/benchmark.json"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("sweep_k/fake/small_bf16/2.json", "toy/temperature/0.2.json", "toy/benchmark.json"),
+        *("sweep_block/fake/small_int8/1.0.json", "sweep_confidence/fake/small_int8/0.4.json"),
+        "greedy_identity/fake/small_int8/float16.json",
+    ],
+)
 def test_a_missing_cell_is_named_and_no_table_is_touched(study: Params, path: str) -> None:
     (cells.METRICS / path).unlink()
     with pytest.raises(InputError, match=f"^metrics/{path} cannot be read .*dvc repro"):
@@ -68,6 +107,10 @@ def test_a_missing_cell_is_named_and_no_table_is_touched(study: Params, path: st
         (cells.toy_k(2), "per_prompt"),
         (cells.sweep_k("fake", "small_int8", 2), "acceptance_per_position_lo"),
         (cells.toy_benchmark(), "unrepeatable_runs"),
+        (cells.toy_temperature(1.0), "block_gain_hi"),
+        (cells.sweep_block("fake", "small_int8", 1.5), "verifier"),
+        (cells.sweep_confidence("fake", "small_int8", 0.8), "confidence_threshold"),
+        (cells.greedy_identity("fake", "small_int8", "bfloat16"), "share_within_limit"),
     ],
 )
 def test_a_cell_without_a_needed_key_is_named(study: Params, path: Path, key: str) -> None:
@@ -94,7 +137,7 @@ def test_a_pair_may_have_a_name_that_looks_like_a_value(
 ) -> None:
     for name in ("123", "null"):
         text = fake_cells.PARAMS.replace("small_int8", name).replace(f"  {name}:", f'  "{name}":')
-        text = text.replace(f"[{name},", f'["{name}",')
+        text = text.replace(f"[{name},", f'["{name}",').replace(f"[{name}]", f'["{name}"]')
         monkeypatch.setitem(fake_cells.ALPHA, name, 0.9)
         monkeypatch.setitem(fake_cells.C, name, 0.5)
         fake_cells.write(tmp_path, text)

@@ -5,6 +5,8 @@ import pytest
 from specdec.errors import InputError
 from specdec.theory import (
     break_even_alpha,
+    expected_accepted_by_block,
+    expected_accepted_by_token,
     expected_tokens_per_round,
     iid_acceptance_length,
     optimal_k,
@@ -91,3 +93,11 @@ def test_the_geometric_length_where_k_varies_is_the_mean_over_rounds():
 def test_what_is_no_probability_or_count_is_refused(alpha, k):
     with pytest.raises(InputError, match="allowed"):
         expected_tokens_per_round(alpha, k)
+
+
+def test_expected_accepted_tokens_of_one_draft():
+    assert expected_accepted_by_token([0.5, 1.0, 0.2]) == pytest.approx(0.5 + 0.5 + 0.1)
+    assert expected_accepted_by_token([]) == expected_accepted_by_block([]) == 0
+    # The longest prefix that passes counts: P(3) = 0.2, P(>= 2) = 1, P(>= 1) = 1.
+    assert expected_accepted_by_block([0.5, 1.0, 0.2]) == pytest.approx(0.2 + 1 + 1)
+    assert expected_accepted_by_block([0.5, 0.0]) == pytest.approx(0.5)

@@ -16,7 +16,7 @@ from stand_ins import ScriptedModel, Spy, disagreeing, nearby, random_table, tin
 
 from pipeline import timed
 from pipeline.acceptance import prompt_generator
-from pipeline.timed import Outcome, Setting, TextPrompt, compare, identity_record, measure_costs
+from pipeline.timed import Outcome, Setting, TextPrompt, compare, cost_clock, identity_record
 from specdec.drafters import Draft, ModelDrafter, PromptLookupDrafter
 from specdec.errors import InputError
 from specdec.generate import autoregressive_generate, speculative_generate
@@ -109,7 +109,7 @@ def test_a_record_has_every_key_and_is_strict_json(target, drafter, setting):
     assert record["hf_identical_prompts"] == (3 if setting is GREEDY else None)
 
 
-def test_a_sample_keeps_every_run(target, drafter):
+def test_a11_a_sample_keeps_every_run(target, drafter):
     samples = measured(target, drafter, replace(GREEDY, runs=3))["samples"]
     assert [(s["question_id"], s["category"], s["prompt_tokens"]) for s in samples] == [
         (7, "qa", 5),
@@ -193,7 +193,7 @@ def recorder(monkeypatch):
     return recorder
 
 
-def test_runs_alternate_after_a_warm_up_that_does_not_count(target, drafter, recorder):
+def test_a11_f12_runs_alternate_after_a_warm_up_that_does_not_count(target, drafter, recorder):
     record = measured(target, drafter, replace(GREEDY, runs=3, warmup=2))
     there, back = ["ar", "spec", "hf"], ["hf", "spec", "ar"]
     warm_up, timed_calls = recorder.calls[:6], recorder.calls[6:]
@@ -270,14 +270,14 @@ def gap_of(target, prompt, token):
 
 
 @pytest.mark.parametrize("setting", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_wrong_greedy_output_stops_a_float32_comparison(target, drafter, setting, monkeypatch):
+def test_a10_wrong_greedy_output_stops_a_float32_comparison(target, drafter, setting, monkeypatch):
     corrupted(monkeypatch, lambda token: (token + 1) % 40, only_greedy=True)
     assert gap_of(target, PROMPTS[0], (plain(target, PROMPTS[0])[0] + 1) % 40) > TIE_GAP
     with pytest.raises(InputError, match=r"prompt 7 differs from plain decoding at new token 0 with a logit gap of \d"):
         measured(target, drafter, setting)
 
 
-def test_in_bfloat16_wrong_output_is_recorded(target, drafter, monkeypatch):
+def test_a10_f09_in_bfloat16_wrong_output_is_recorded(target, drafter, monkeypatch):
     target = bfloat16_copy(target)
     wrong = (plain(target, PROMPTS[1])[0] + 1) % 40
     corrupted(monkeypatch, lambda token: wrong if token == (wrong - 1) % 40 else token)
@@ -300,7 +300,7 @@ def twins(target, prompt):
     return clone, {first: other, other: first}
 
 
-def test_a_tie_is_no_fault(target, monkeypatch):
+def test_a10_f09_a_tie_is_no_fault(target, monkeypatch):
     clone, swap = twins(target, PROMPTS[0])
     corrupted(monkeypatch, lambda token: swap[token])
     record = measured(clone, ModelDrafter(clone), prompts=PROMPTS[:1])
@@ -390,7 +390,7 @@ def test_the_global_random_state_is_as_it_was(target, setting):
     assert (outcome_of(other, PROMPTS[0]) in texts) == (setting is GREEDY)
 
 
-def test_their_sampling_follows_the_setting_and_not_the_models_own(target):
+def test_f12_their_sampling_follows_the_setting_and_not_the_models_own(target):
     greedy = plain(target, PROMPTS[0])
     for sampling in (SamplingConfig(1.0, top_k=1), SamplingConfig(1.0, top_p=1e-6), SamplingConfig(1e-4)):
         assert outcome_of(timed.hugging_face_method(target, replace(GREEDY, sampling=sampling)), PROMPTS[0]) == greedy
@@ -453,7 +453,7 @@ def test_where_only_forwards_cost_time_the_prediction_is_exact(clock, setting):
     assert record["predicted_speedup"] == pytest.approx(record["speedup"], rel=1e-6 if setting is GREEDY else 0.02)
 
 
-def test_a_clock_that_stands_still_stops_nothing(target, drafter, monkeypatch):
+def test_a19_a_clock_that_stands_still_stops_nothing(target, drafter, monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: 100.0)
     record = measured(target, drafter)
     assert record["speedup"] is record["predicted_speedup"] is record["ar_tokens_per_second"] is None
@@ -468,6 +468,23 @@ def scripted(seed, context=64):
 
 def text(*tokens):
     return TextPrompt(0, "", torch.tensor([tokens]))
+
+
+def measure_costs(target, drafter, prompts, most_rows):
+    costs = cost_clock(target, drafter, prompts, most_rows)
+    costs.sample(2)
+    seconds = costs.medians()
+    return seconds.pop("draft"), {int(n): value for n, value in seconds.items()}
+
+
+def test_costs_are_sampled_between_the_timed_runs(target, drafter, recorder, monkeypatch):
+    """A machine that slows down half-way slows the costs down with the runs that they are set beside."""
+    samples = []
+    monkeypatch.setattr(timed.StepClock, "sample", lambda self, runs: samples.append((len(recorder.calls), runs)))
+    monkeypatch.setattr(timed.StepClock, "medians", lambda self: {"1": 1.0, "2": 1.0, "3": 1.0, "4": 1.0, "draft": 1.0})
+    compare(target, drafter, PROMPTS, GREEDY, "test")
+    after_warm_up, per_prompt = 3, 3 * GREEDY.runs
+    assert samples == [(after_warm_up + per_prompt * n, timed.COST_RUNS) for n in (1, 2, 3)]
 
 
 def test_more_rows_than_the_prompt_has_tokens(clock):

@@ -10,7 +10,7 @@ from stand_ins import ScriptedModel, random_table
 from specdec import timing
 from specdec.drafters import ModelDrafter
 from specdec.generate import autoregressive_generate, speculative_generate
-from specdec.timing import cached_step, forward_seconds, interleave, now, time_generation
+from specdec.timing import StepClock, cached_step, interleave, now, time_generation
 
 DEVICES = ["cpu", "cuda", "mps"]
 
@@ -51,14 +51,14 @@ def device(request, monkeypatch):
     return StandInDevice(request.param, monkeypatch)
 
 
-def test_only_the_right_backend_is_waited_for(device):
+def test_a11_f12_only_the_right_backend_is_waited_for(device):
     device.work(3)
     assert now(device.torch_device) == 3
     name = device.torch_device.type
     assert device.waits == ({} if name == "cpu" else {name: 1})
 
 
-def test_both_decoders_are_timed_with_all_their_work_and_none_of_what_came_before(device):
+def test_a11_f12_both_decoders_are_timed_with_all_their_work_and_none_of_what_came_before(device):
     target, draft = device.model(0, 1.0), device.model(1, 0.25)
     prompt = torch.tensor([[1, 2, 3]])
 
@@ -82,7 +82,7 @@ def test_both_decoders_are_timed_with_all_their_work_and_none_of_what_came_befor
     assert run.new_tokens == 8
 
 
-def test_a_slow_first_call_is_not_measured_and_one_slow_call_is_not_the_median(device):
+def test_a11_f12_a_slow_first_call_is_not_measured_and_one_slow_call_is_not_the_median(device):
     calls = Counter()
 
     def step(name, seconds, slow):
@@ -92,8 +92,11 @@ def test_a_slow_first_call_is_not_measured_and_one_slow_call_is_not_the_median(d
 
         return run
 
-    seconds = forward_seconds({"a": step("a", 0.5, {1, 3}), "b": step("b", 0.25, {1})}, device.torch_device, 5)
-    assert seconds == {"a": 0.5, "b": 0.25}
+    clock = StepClock({"a": step("a", 0.5, {1, 3}), "b": step("b", 0.25, {1})}, device.torch_device)
+    clock.sample(2)
+    device.work(100)  # what happens in between does not count
+    clock.sample(3)
+    assert clock.medians() == {"a": 0.5, "b": 0.25}
     assert calls == {"a": 6, "b": 6}
 
 

@@ -247,7 +247,7 @@ def test_a_full_disk_is_noticed_before_anything_is_fetched(spec, tmp_path, monke
     assert contents(tmp_path) == set()
 
 
-def test_what_a_killed_run_left_is_no_model_and_goes_away(spec, tmp_path):
+def test_a14_what_a_killed_run_left_is_no_model_and_goes_away(spec, tmp_path):
     leftover = tmp_path / ".tiny.partial" / "model"
     leftover.mkdir(parents=True)
     (leftover / "config.json").write_text("{}")
@@ -256,7 +256,7 @@ def test_what_a_killed_run_left_is_no_model_and_goes_away(spec, tmp_path):
     assert contents(tmp_path) == {"tiny"}
 
 
-def test_stopped_by_hand(spec, tmp_path, monkeypatch):
+def test_a14_stopped_by_hand(spec, tmp_path, monkeypatch):
     def stopped(_, folder):
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"half")
@@ -299,7 +299,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_folder_is_named_and_made_anew(spec, made, damage, capfd):
+def test_a14_a_damaged_folder_is_named_and_made_anew(spec, made, damage, capfd):
     whole = describe(made)
     do_damage, message = DAMAGE[damage]
     do_damage(made)
@@ -308,7 +308,7 @@ def test_a_damaged_folder_is_named_and_made_anew(spec, made, damage, capfd):
     assert describe(made) == whole and contents(made.parent) == {"tiny"}
 
 
-def test_a_damaged_folder_without_a_network_is_refused(spec, made, tmp_path, monkeypatch):
+def test_a14_a_damaged_folder_without_a_network_is_refused(spec, made, tmp_path, monkeypatch):
     cut(made)
     only_from(tmp_path, monkeypatch)
     with pytest.raises(InputError, match="pip could not download"):
@@ -409,10 +409,10 @@ def test_pairs_without_one(models):
         ("swapped", "Token 5 is 'c' to the target and 'g' to the draft"),
         ("other-end", "eos_token"),
         ("larger", f"{len(TOKENS)} tokens.*{len(TOKENS) + 1}"),
-        ("missing", r"'missing' is not known; allowed: one, two, .*, or a local folder"),
+        ("missing", r"'missing' is not known; allowed: one, two, .*, a local folder, or as a draft int8, bf16, lookup"),
     ],
 )
-def test_drafts_that_do_not_fit(models, draft, message):
+def test_a09_drafts_that_do_not_fit(models, draft, message):
     with pytest.raises(InputError, match=message):
         load(models, draft)
 
@@ -454,7 +454,7 @@ def project(tmp_path, monkeypatch):
         content["models"] = {name: spec.model_dump() for name, spec in models.items()}
         content["pairs"] = {"pair": {"target": next(iter(models)), "draft": draft}}
         for study in content["studies"].values():
-            study["pairs"] = ["pair"]
+            study["pairs"] = study["detail_pairs"] = ["pair"]
         yaml.dump(content, tmp_path / "params.yaml")
         monkeypatch.setattr(sys, "argv", ["download.py", "--pair", "pair", "--out", "out/pair.json"])
         download.main()
@@ -471,7 +471,7 @@ def test_the_stage_writes_what_the_pair_is(spec, project, tmp_path):
     assert project({"tiny": spec}, "int8") == text
 
 
-def test_the_stage_writes_nothing_of_a_broken_pair(models, project, tmp_path):
+def test_a14_the_stage_writes_nothing_of_a_broken_pair(models, project, tmp_path):
     broken = {"one": models["one"], "two": models["two"]}
     cut(tmp_path / "two")
     with pytest.raises(InputError, match="two cannot be loaded"):
