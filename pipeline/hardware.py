@@ -53,12 +53,12 @@ def describe(device: str, threads: int | None) -> dict[str, Any]:
             "cores": available_cores(),
             "threads": threads or default_threads(),
             "torch": installed("torch"),
+            "transformers": installed("transformers"),
             "os": platform.system(),
         },
         "memory_gib": round(psutil.virtual_memory().total / 2**30),
         "architecture": platform.machine(),
         "python": platform.python_version(),
-        "transformers": installed("transformers"),
     }
 
 

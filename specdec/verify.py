@@ -127,7 +127,7 @@ def block_acceptance(draft_tokens: Sequence[int], p: Tensor, q: Tensor | None) -
     for i in range(1, len(draft_tokens)):
         surplus = float((joint[i] * p[i] - _draft_law(draft_tokens, p, q, i)).clamp_min(0).sum())
         # The two laws agree and the prefix is certain where this is 0 / 0; it then passes.
-        acceptance.append(1.0 if joint[i] == 1 else surplus / (surplus + 1 - joint[i]))
+        acceptance.append(1.0 if joint[i] == 1 else surplus / (surplus + (1 - joint[i])))
     return joint, acceptance + joint[1:][-1:]  # the whole draft has no token behind it: h_k = p_k
 
 

@@ -215,7 +215,7 @@ def test_hardware_stops_bad_input_before_it_touches_anything(tmp_path):
     prompts.write_bytes((ROOT / "pipeline" / "prompts.jsonl").read_bytes())
     assert run_hardware(tmp_path).returncode == 0
     first = record.read_bytes()
-    assert set(json.loads(first)["fingerprint"]) == {"cpu", "device", "cores", "threads", "torch", "os"}
+    assert set(json.loads(first)["fingerprint"]) == {"cpu", "device", "cores", "threads", "torch", "transformers", "os"}
     assert run_hardware(tmp_path).returncode == 0 and record.read_bytes() == first
 
 

@@ -1,6 +1,8 @@
 """The published numbers, the edges, and brute force."""
 
 import pytest
+import torch
+from laws import exact_law
 
 from specdec.errors import InputError
 from specdec.theory import (
@@ -13,6 +15,7 @@ from specdec.theory import (
     predicted_speedup,
     walltime_factor,
 )
+from specdec.verify import overlap, verify_tokens
 
 
 @pytest.mark.parametrize(
@@ -101,3 +104,48 @@ def test_expected_accepted_tokens_of_one_draft():
     # The longest prefix that passes counts: P(3) = 0.2, P(>= 2) = 1, P(>= 1) = 1.
     assert expected_accepted_by_block([0.5, 1.0, 0.2]) == pytest.approx(0.2 + 1 + 1)
     assert expected_accepted_by_block([0.5, 0.0]) == pytest.approx(0.5)
+
+
+# What the geometric length assumes, with the verifier that ships
+
+
+def accepted_tested(p, q, k):
+    """Expected numbers of accepted and of tested tokens in a round of which every position has the laws p and q."""
+
+    def run(chooser):
+        draft = [chooser.categorical(q) for _ in range(k)]
+        return verify_tokens(draft, p.expand(k + 1, -1), q.expand(k, -1), chooser).accepted
+
+    law = exact_law(run)
+    return tuple(sum(chance * count(n) for n, chance in law.items()) for count in (int, lambda n: min(n + 1, k)))
+
+
+P, Q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
+ALPHA = 0.6
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_draft_of_constant_overlap_has_the_geometric_length(k):
+    accepted, tested = accepted_tested(P, Q, k)
+    assert float(overlap(P, Q)) == pytest.approx(ALPHA)
+    assert 1 + accepted == pytest.approx(expected_tokens_per_round(ALPHA, k), abs=1e-12)
+    assert accepted / tested == pytest.approx(ALPHA, abs=1e-12)
+
+
+def test_accepted_over_proposed_is_a_mean_of_powers():
+    rates = {}
+    for k in (1, 2, 3):
+        rates[k] = accepted_tested(P, Q, k)[0] / k
+        assert rates[k] == pytest.approx(sum(ALPHA**i for i in range(1, k + 1)) / k, abs=1e-12)
+        assert 1 + k * rates[k] == pytest.approx(expected_tokens_per_round(ALPHA, k), abs=1e-12)
+    assert rates[1] > rates[2] > rates[3]
+    assert expected_tokens_per_round(rates[3], 3) < 1 + 3 * rates[3]  # as α it predicts too few tokens
+
+
+def test_rounds_that_differ_move_the_geometric_length_both_ways():
+    """Half of the rounds accept everything, half of them have α = 0.6."""
+    k = 3
+    easy, hard = accepted_tested(P, P, k), accepted_tested(P, Q, k)
+    accepted, tested = ((a + b) / 2 for a, b in zip(easy, hard, strict=True))
+    assert expected_tokens_per_round((1 + ALPHA) / 2, k) < 1 + accepted - 0.05
+    assert expected_tokens_per_round(accepted / tested, k) > 1 + accepted + 0.05
