@@ -1,15 +1,13 @@
-"""The loop: exact law, exact lengths, end tokens, caches, and the protocol around it."""
+"""The loop: greedy text, exact lengths, end tokens, caches, and the protocol around it."""
 
 import itertools
 import math
 import random
 import re
-from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from laws import exact_law, g_statistic, largest_difference
 from stand_ins import (
     ScriptedModel,
     Spy,
@@ -59,116 +57,6 @@ def plain(target, max_new_tokens, prompt=PROMPT, **options):
     return autoregressive_generate(target, prompt, max_new_tokens=max_new_tokens, **options)
 
 
-# The law of the text
-
-
-def adjusted(law, temperature=1.0, top_k=None, top_p=None):
-    """The same as `to_probs`, in plain Python, for laws without ties."""
-    weights = {token: p ** (1 / temperature) for token, p in enumerate(law) if p > 0}
-    ranked = sorted(weights, key=weights.get, reverse=True)[:top_k]
-    total, mass, kept = sum(weights[token] for token in ranked), 0.0, []
-    for token in ranked:
-        if top_p is None or mass < top_p:
-            kept.append(token)
-        mass += weights[token] / total
-    return {token: weights[token] / sum(weights[t] for t in kept) for token in kept}
-
-
-def law_of_texts(table, prompt, length, end=None, **sampling):
-    """The probability of every continuation of `length` tokens, or up to the first end token."""
-    laws: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(length):
-        longer = {}
-        for text, probability in laws.items():
-            if text and text[-1] == end:
-                longer[text] = probability
-                continue
-            previous, last = (0, *prompt, *text)[-2:]
-            for token, p in adjusted(table[previous, last].tolist(), **sampling).items():
-                longer[(*text, token)] = probability * p
-        laws = longer
-    return laws
-
-
-SAMPLINGS = [
-    {"temperature": 1.0},
-    {"temperature": 0.6},
-    {"temperature": 1.0, "top_k": 2},
-    {"temperature": 1.4, "top_p": 0.7},
-]
-
-
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_the_whole_loop_emits_exactly_the_targets_law(sampling, zeros, monkeypatch):
-    """Every branch of drafting and verifying, through caches and rollbacks, over more than one round."""
-    p, q = (random_table(3, seed, zeros=zeros, dtype=torch.float64) for seed in (0, 1))
-
-    def run(chooser):
-        monkeypatch.setattr(generate, "GeneratorChooser", lambda generator: chooser)
-        return speculate(ScriptedModel(p), ScriptedModel(q), 2, 3, torch.tensor([[2, 1]]), **sampling).new_tokens
-
-    assert largest_difference(exact_law(run), law_of_texts(p, (2, 1), 3, **sampling)) < 1e-12
-
-
-def test_the_law_with_an_end_token_is_the_targets_cut_behind_it(monkeypatch):
-    p, q = (random_table(3, seed, dtype=torch.float64) for seed in (4, 5))
-
-    def run(chooser):
-        monkeypatch.setattr(generate, "GeneratorChooser", lambda generator: chooser)
-        options = {"temperature": 1.0, "eos_token_id": 2}
-        return speculate(ScriptedModel(p), ScriptedModel(q), 2, 3, torch.tensor([[2]]), **options).new_tokens
-
-    assert largest_difference(exact_law(run), law_of_texts(p, (2,), 3, end=2, temperature=1.0)) < 1e-12
-
-
-def test_the_law_of_a_lookup_draft_is_the_targets(monkeypatch):
-    p = random_table(3, 6, zeros=True, dtype=torch.float64)
-    prompt = (1, 2, 1, 1, 2)
-
-    def run(chooser):
-        monkeypatch.setattr(generate, "GeneratorChooser", lambda generator: chooser)
-        return speculate(
-            ScriptedModel(p), PromptLookupDrafter(), 2, 4, torch.tensor([prompt]), temperature=1.0
-        ).new_tokens
-
-    assert largest_difference(exact_law(run), law_of_texts(p, prompt, 4, temperature=1.0)) < 1e-12
-
-
-class GreedyWithSoftmax(ModelDrafter):
-    """A wrong draft: the likeliest token, handed over with the laws of sampling."""
-
-    def propose(self, context, max_tokens, chooser):
-        class First:
-            def categorical(self, weights):
-                return int(weights.argmax())
-
-        return super().propose(context, max_tokens, First())
-
-
-def counted_pairs(drafter, k, sampling, repeats=1500):
-    """How often each pair of first tokens comes, and what the target's law says of it."""
-    table = random_table(3, 0)
-    target, generator = ScriptedModel(table), torch.Generator().manual_seed(0)
-    counts = Counter(
-        speculate(target, drafter, k, max(2, k), torch.tensor([[2, 1]]), generator=generator, **sampling).new_tokens[:2]
-        for _ in range(repeats)
-    )
-    return g_statistic(counts, law_of_texts(table, (2, 1), 2, **sampling))
-
-
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[2]], ids=str)
-def test_sampled_pairs_follow_the_targets_joint_law(sampling, k):
-    g, limit = counted_pairs(ModelDrafter(scripted(1, 3)), k, sampling)
-    assert g < limit
-
-
-def test_a_draft_verified_against_another_law_is_noticed():
-    g, limit = counted_pairs(GreedyWithSoftmax(scripted(1, 3)), 1, SAMPLINGS[0], repeats=500)
-    assert g > 2 * limit
-
-
 # Greedy text
 
 
@@ -191,7 +79,7 @@ def test_speculative_greedy_text_is_the_plain_one_whatever_is_drafted(build, k):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_sliding_window_holds_when_the_text_outgrows_it(attention):
+def test_a06_a_sliding_window_holds_when_the_text_outgrows_it(attention):
     target = tiny_mistral(window=16, attention=attention)
     prompt = prompt_of(10)
     expected = plain(target, 64, prompt)
@@ -200,7 +88,7 @@ def test_a_sliding_window_holds_when_the_text_outgrows_it(attention):
         assert speculate(target, draft, 4, 64, prompt).new_tokens == expected.new_tokens
 
 
-def test_a_recurrent_target_is_refused_before_anything_is_streamed():
+def test_a06_a_recurrent_target_is_refused_before_anything_is_streamed():
     model = MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, state_size=4)).eval()
     streamer = Recorder()
     with pytest.raises(InputError, match="MambaForCausalLM keeps a LinearAttentionLayer"):
@@ -208,7 +96,7 @@ def test_a_recurrent_target_is_refused_before_anything_is_streamed():
     assert streamer.values == []
 
 
-def test_a_prompt_of_one_token():
+def test_f08_a_prompt_of_one_token():
     model = tiny_gpt2()
     prompt = torch.tensor([[7]])
     theirs = by_transformers(model, prompt, 12)
@@ -220,7 +108,7 @@ def test_a_prompt_of_one_token():
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 8])
-def test_exactly_as_many_tokens_as_asked_for(k):
+def test_a08_f08_exactly_as_many_tokens_as_asked_for(k):
     longest = plain(scripted(), 12).new_tokens
     for n in range(13):
         for make_draft in (ScriptedModel, lambda table: rotated(scripted())):
@@ -262,7 +150,7 @@ def test_a_draft_with_a_shorter_context_proposes_nothing_beyond_it():
 
 
 @pytest.mark.parametrize("k", [0, 1, 4, 8])
-def test_the_text_ends_at_its_first_end_token_wherever_it_falls(k):
+def test_a07_f08_the_text_ends_at_its_first_end_token_wherever_it_falls(k):
     target = tiny_gpt2()
     text = plain(target, 24).new_tokens
     for j in range(16):
@@ -276,7 +164,7 @@ def test_the_text_ends_at_its_first_end_token_wherever_it_falls(k):
 
 
 @pytest.mark.parametrize("k", [1, 4, 8])
-def test_of_several_end_tokens_the_first_counts(k):
+def test_a07_of_several_end_tokens_the_first_counts(k):
     target = scripted()
     text = plain(target, 24).new_tokens
     for a, b in itertools.combinations(sorted(set(text)), 2):
@@ -285,7 +173,7 @@ def test_of_several_end_tokens_the_first_counts(k):
             assert result.new_tokens == text[: min(text.index(a), text.index(b)) + 1]
 
 
-def test_an_end_token_in_the_prompt_stops_nothing():
+def test_a07_an_end_token_in_the_prompt_stops_nothing():
     target = scripted(vocabulary=8)
     text = plain(target, 20).new_tokens
     unused = next(token for token in range(8) if token not in text)
@@ -295,7 +183,7 @@ def test_an_end_token_in_the_prompt_stops_nothing():
     assert result.finish_reason == "length"
 
 
-def test_an_end_token_that_is_the_last_token_asked_for_is_an_end():
+def test_f08_an_end_token_that_is_the_last_token_asked_for_is_an_end():
     target = scripted(vocabulary=12)
     text = plain(target, 24).new_tokens
     last = next(i for i in range(4, 24) if text[i] not in text[:i])
@@ -303,7 +191,7 @@ def test_an_end_token_that_is_the_last_token_asked_for_is_an_end():
     assert speculate(target, target, 3, last, eos_token_id=text[last]).finish_reason == "length"
 
 
-def test_what_stands_behind_an_accepted_end_token_is_not_counted():
+def test_a07_a12_what_stands_behind_an_accepted_end_token_is_not_counted():
     target = scripted()
     text = plain(target, 24).new_tokens
     end = next(token for token in text if text.index(token) % 5 == 1)  # second in its round of five
@@ -337,7 +225,7 @@ DRAFTS = {
 
 @pytest.mark.parametrize("k", [1, 2, 4])
 @pytest.mark.parametrize("name", DRAFTS)
-def test_before_every_round_the_caches_hold_what_the_invariant_says(name, k):
+def test_a05_f07_before_every_round_the_caches_hold_what_the_invariant_says(name, k):
     """The target's all but the last token; the draft's the same, or one less after a full acceptance."""
     target, draft = scripted(), DRAFTS[name]()
     spy = Spy(ModelDrafter(draft))
@@ -363,7 +251,7 @@ def test_before_every_round_the_caches_hold_what_the_invariant_says(name, k):
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 5}], ids=str)
-def test_cached_proposals_are_those_of_a_model_without_a_cache(sampling):
+def test_a05_f07_cached_proposals_are_those_of_a_model_without_a_cache(sampling):
     target = tiny_gpt2()
     draft = nearby(target, 0.05)
     spy = Spy(ModelDrafter(draft))
@@ -380,7 +268,7 @@ def test_cached_proposals_are_those_of_a_model_without_a_cache(sampling):
 
 @pytest.mark.parametrize("k", [1, 2, 4, 7])
 @pytest.mark.parametrize("build", [tiny_gpt2, tiny_llama, tiny_mistral])
-def test_a_model_that_drafts_for_itself_is_always_accepted(build, k):
+def test_a05_f07_a_model_that_drafts_for_itself_is_always_accepted(build, k):
     model = build()
     stats = speculate(model, model, k, 120).stats
     *full, last = stats.rounds
@@ -392,7 +280,7 @@ def test_a_model_that_drafts_for_itself_is_always_accepted(build, k):
 
 
 @pytest.mark.parametrize("k", range(1, 9))
-def test_every_round_but_the_last_ones_drafts_exactly_k(k):
+def test_a13_f13_every_round_but_the_last_ones_drafts_exactly_k(k):
     target = scripted()
     for draft in (target, scripted(1), rotated(target)):
         stats = speculate(target, draft, k, 60).stats
@@ -407,7 +295,7 @@ class Untouchable:
         raise AssertionError(f"{name} was used")
 
 
-def test_k_0_is_plain_decoding_and_touches_no_drafter():
+def test_a13_k_0_is_plain_decoding_and_touches_no_drafter():
     target = scripted()
     for sampling in ({}, {"temperature": 1.0}):
         results = [
@@ -426,7 +314,7 @@ def test_k_0_is_plain_decoding_and_touches_no_drafter():
             assert result.stats.alpha is result.stats.draft_acceptance_rate is None
 
 
-def test_a_drafter_may_propose_less_or_nothing():
+def test_f08_a_drafter_may_propose_less_or_nothing():
     class Moody:
         def begin(self, prompt, sampling): ...
 
@@ -448,7 +336,7 @@ def sampled(seed=None, prompt=PROMPT, **options):
     return speculate(target, scripted(1, 12), 4, 64, prompt, temperature=1.0, generator=generator, **options)
 
 
-def test_the_seed_alone_decides_the_text_and_the_rounds():
+def test_a04_f05_the_seed_alone_decides_the_text_and_the_rounds():
     first = sampled(0)
     torch.rand(5), random.random(), np.random.rand()
     again = sampled(0)
@@ -457,14 +345,14 @@ def test_the_seed_alone_decides_the_text_and_the_rounds():
     assert sampled().new_tokens != sampled().new_tokens  # without a generator
 
 
-def test_the_order_of_prompts_does_not_matter():
+def test_a04_the_order_of_prompts_does_not_matter():
     prompts = [prompt_of(5, 12, seed) for seed in range(3)]
     forwards = [sampled(7, prompt).new_tokens for prompt in prompts]
     backwards = [sampled(7, prompt).new_tokens for prompt in reversed(prompts)]
     assert forwards == backwards[::-1]
 
 
-def test_global_random_state_stays_as_it_was():
+def test_a04_f05_global_random_state_stays_as_it_was():
     def state():
         return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
 
@@ -504,7 +392,7 @@ def test_a_streamer_gets_the_prompt_then_the_tokens_of_each_round_then_the_end(k
     assert streamer.ended == 1
 
 
-def test_a_streamer_sees_nothing_behind_the_end_token():
+def test_a07_a_streamer_sees_nothing_behind_the_end_token():
     target = scripted()
     text = plain(target, 24).new_tokens
     streamer = Recorder()
@@ -578,7 +466,7 @@ def test_every_round_is_one_target_forward():
     ],
     ids=str,
 )
-def test_bad_arguments_are_refused_before_any_forward(changes, message):
+def test_a03_a13_bad_arguments_are_refused_before_any_forward(changes, message):
     target, draft, streamer = scripted(), scripted(1), Recorder()
     arguments = {"draft": draft, "k": 2, "max_new_tokens": 5, "streamer": streamer} | changes
     with pytest.raises(InputError, match=message):
