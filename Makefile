@@ -1,12 +1,13 @@
 # make study     install into .venv, measure what is out of date, print the results
 # make measure   the same with every cell of the study measured anew on this machine
 # make test      linters, type checks and tests
+# make mutants   small faults put into specdec: does a test notice each? Half an hour; the answer is in notes/mutants.md
 # make deps      after adding or removing an import: rewrite the lists of modules in dvc.yaml
 # make clean     remove .venv and caches; results and downloaded weights stay
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: study measure test deps clean
+.PHONY: study measure test mutants deps clean
 
 study: .venv/runtime
 	$(BIN)/python pipeline/run_study.py
@@ -20,14 +21,17 @@ test: .venv/development
 	$(BIN)/python -m mypy
 	$(BIN)/python -m pytest -q
 
+mutants: .venv/mutants
+	$(BIN)/python tests/mutants.py
+
 deps: .venv/runtime
 	$(BIN)/python tests/sync_deps.py
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis dvc_plots *.egg-info
+	rm -rf .venv .mutants .mypy_cache .pytest_cache .ruff_cache .hypothesis dvc_plots *.egg-info
 	find specdec pipeline tests -name __pycache__ -prune -exec rm -rf {} +
 
-# These two files only mark that the environment is as new as the lists it was made from.
+# These files only mark that the environment is as new as the lists it was made from.
 .venv/runtime: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("error: Python 3.11 or newer is needed: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -37,4 +41,8 @@ clean:
 
 .venv/development: .venv/runtime requirements-dev.txt
 	$(BIN)/python -m pip install -q -r requirements-dev.txt
+	@touch $@
+
+.venv/mutants: .venv/development requirements-mutants.txt
+	$(BIN)/python -m pip install -q -r requirements-mutants.txt
 	@touch $@

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     DynamicCache,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -108,6 +110,16 @@ def tiny_mistral(seed: int = 0, window: int = 16, attention: str = "eager", **ch
     return model
 
 
+def tiny_gemma3(seed: int = 0, window: int = 16, attention: str = "eager", **changes) -> Gemma3ForCausalLM:
+    """Layers of two kinds: sliding windows, and full attention between them."""
+    sizes = _LLAMA_SIZES | {"num_hidden_layers": 3, "head_dim": 8, "pad_token_id": None, "tie_word_embeddings": False}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = Gemma3TextConfig(**sizes | {"sliding_window": window, "layer_types": kinds} | changes)
+    model = _build(Gemma3ForCausalLM, config, seed)
+    model.set_attn_implementation(attention)
+    return model
+
+
 def _build(architecture: type[PreTrainedModel], config, seed: int):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -150,3 +162,6 @@ class Spy:
 
     def rollback(self, length) -> None:
         self.drafter.rollback(length)
+
+    def check(self, text) -> None:
+        self.drafter.check(text)

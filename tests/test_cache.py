@@ -29,7 +29,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_cached_logits_equal_uncached_ones_after_any_rollback(name):
+def test_a05_a06_f07_cached_logits_equal_uncached_ones_after_any_rollback(name):
     model = MODELS[name]()
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(40, (5,), generator=generator)
@@ -109,7 +109,7 @@ def falcon_h1():
 
 
 @pytest.mark.parametrize("build", [mamba, jamba, falcon_h1])
-def test_a_recurrent_model_is_refused_by_name_of_its_cache(build):
+def test_a06_a_recurrent_model_is_refused_by_name_of_its_cache(build):
     model = build()
     with pytest.raises(InputError, match=rf"{type(model).__name__} keeps a LinearAttention\w+ in its cache"):
         CachedModel(model)

@@ -34,7 +34,7 @@ def test_equal_records_give_equal_bytes(tmp_path):
         (lambda value: {"samples": (0.0, value)}, r"samples\[1\]"),
     ],
 )
-def test_numbers_that_json_lacks_are_refused_by_name(tmp_path, value, record, key):
+def test_a19_numbers_that_json_lacks_are_refused_by_name(tmp_path, value, record, key):
     path = tmp_path / "cell.json"
     path.write_text("as it was")
     with pytest.raises(InputError, match=f"cell.json: {key} is {value}; allowed: finite numbers, or null"):
@@ -43,7 +43,7 @@ def test_numbers_that_json_lacks_are_refused_by_name(tmp_path, value, record, ke
     assert os.listdir(tmp_path) == ["cell.json"]
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+def test_a18_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     path = tmp_path / "cell.json"
     path.write_text("as it was")
 
@@ -59,7 +59,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL on Windows")
 @pytest.mark.parametrize("old", [None, '{"old": 1}'])
-def test_kill_in_the_middle_of_writing(tmp_path, old):
+def test_a18_kill_in_the_middle_of_writing(tmp_path, old):
     """The process is killed after all bytes are written and before the rename: under the final name nothing has changed."""
     path = tmp_path / "cell.json"
     if old:

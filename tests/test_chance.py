@@ -15,14 +15,14 @@ def seeded(seed):
     return GeneratorChooser(torch.Generator().manual_seed(seed))
 
 
-def test_a_coin_of_probability_0_never_falls_and_of_1_always():
+def test_f03_a_coin_of_probability_0_never_falls_and_of_1_always():
     chooser = seeded(0)
     assert not any(chooser.bernoulli(0.0) for _ in range(500))
     assert all(chooser.bernoulli(1.0) for _ in range(500))
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53, 1.0])  # 1.0: as if u * total were rounded up
-def test_an_index_of_weight_0_is_never_drawn(uniform, monkeypatch):
+def test_f03_an_index_of_weight_0_is_never_drawn(uniform, monkeypatch):
     chooser = seeded(0)
     monkeypatch.setattr(chooser, "_uniform", lambda: uniform)
     assert not chooser.bernoulli(0.0)

@@ -86,7 +86,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "filtered"])
-def test_probs_are_the_laws_that_were_drawn_from(sampling):
+def test_a01_f01_probs_are_the_laws_that_were_drawn_from(sampling):
     model, context, recorder = tiny_gpt2(), torch.tensor([3, 1, 2]), Recorder()
     draft = begun(ModelDrafter(model), context, sampling).propose(context, 4, recorder)
     assert torch.equal(draft.probs, torch.stack(recorder.laws))
@@ -97,7 +97,7 @@ def test_probs_are_the_laws_that_were_drawn_from(sampling):
     assert torch.equal(draft.probs == 0, laws == 0)  # nothing outside the filter
 
 
-def test_a_full_acceptance_leaves_two_tokens_to_be_fed_and_anything_else_one():
+def test_a05_f07_a_full_acceptance_leaves_two_tokens_to_be_fed_and_anything_else_one():
     model = ScriptedModel(random_table(4, 0))
     context = torch.tensor([1, 2, 3])
     drafter = begun(ModelDrafter(model), context)

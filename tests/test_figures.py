@@ -99,7 +99,7 @@ def test_prompts_are_drawn_with_all_their_methods():
         assert record[f"{key}_hi"] == pytest.approx(2)
 
 
-def test_a_clock_that_stands_still_gives_none():
+def test_a19_a_clock_that_stands_still_gives_none():
     still = {name: runs(4, [0.0] * 5, [0.0] * 5) for name in ("ar", "spec", "hf")}
     record = speeds(*[still] * 12)
     for name in ("ar", "spec", "hf"):

@@ -47,7 +47,7 @@ def test_plain_greedy_text_is_that_of_transformers(toy_pair, greedy_texts):
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_the_draft_is_accepted_sometimes_and_refused_sometimes(toy_pair, k):
+def test_f02_the_draft_is_accepted_sometimes_and_refused_sometimes(toy_pair, k):
     target, draft = toy_pair
     for temperature in (0.2, 1.0):
         options = {"temperature": temperature, "generator": seeded(0), "max_new_tokens": 100}
@@ -57,7 +57,7 @@ def test_the_draft_is_accepted_sometimes_and_refused_sometimes(toy_pair, k):
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 0.05, 1.0, 5.0])
-def test_a_target_that_drafts_for_itself_is_accepted_at_any_temperature(toy_pair, temperature):
+def test_a02_f04_a_target_that_drafts_for_itself_is_accepted_at_any_temperature(toy_pair, temperature):
     """Rounding alone sets one pass over five tokens apart from five passes; nothing becomes NaN, no warning is raised."""
     target, _ = toy_pair
     with warnings.catch_warnings():
@@ -71,8 +71,8 @@ def test_a_target_that_drafts_for_itself_is_accepted_at_any_temperature(toy_pair
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-@pytest.mark.parametrize("temperature", [0, 0.0, 1e-8])
-def test_temperature_0_and_almost_0_are_greedy_whatever_the_filter_and_seed(
+@pytest.mark.parametrize("temperature", [0, 0.0, 1e-8, 1e-4])
+def test_a03_temperature_0_and_almost_0_are_greedy_whatever_the_filter_and_seed(
     toy_pair, greedy_texts, temperature, filters
 ):
     target, draft = toy_pair
@@ -93,7 +93,7 @@ def sampled(toy_pair, seed, prompt, drafter=None):
     return result.new_tokens, result.stats
 
 
-def test_the_seed_alone_decides_text_and_rounds(toy_pair):
+def test_a04_f05_the_seed_alone_decides_text_and_rounds(toy_pair):
     first, second = prompts(toy_pair[0], 2)
     expected = sampled(toy_pair, 0, first)
     torch.rand(3), random.random()

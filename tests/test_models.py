@@ -133,7 +133,7 @@ def test_random_prompt_is_seeded():
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("asked", [torch.float32, torch.bfloat16, torch.float16])
-def test_dtype_is_the_one_asked_for(tmp_path, stored, asked):
+def test_a15_dtype_is_the_one_asked_for(tmp_path, stored, asked):
     tiny_gpt2().to(stored).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == str(stored).removeprefix("torch.")
     model = load_model(tmp_path, dtype=asked, device=CPU)
@@ -193,7 +193,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_an_incomplete_folder_is_refused_in_one_sentence(folder, fault, capfd):
+def test_a14_an_incomplete_folder_is_refused_in_one_sentence(folder, fault, capfd):
     damage, message = BROKEN[fault]
     damage(folder)
     with pytest.raises(InputError, match=message) as caught:
@@ -233,24 +233,24 @@ def save_tokenizer(folder, words=WORDS, **special):
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def test_a_draft_with_another_vocabulary_size_is_refused():
+def test_a09_a_draft_with_another_vocabulary_size_is_refused():
     with pytest.raises(InputError, match=r"20 tokens.*24"):
         check_pair(tiny_gpt2(20), tiny_gpt2(24))
 
 
-def test_a_draft_with_another_tokenizer_is_refused(tmp_path):
+def test_a09_a_draft_with_another_tokenizer_is_refused(tmp_path):
     swapped = [*WORDS[:7], WORDS[12], *WORDS[8:12], WORDS[7], *WORDS[13:]]
     tokenizers = save_tokenizer(tmp_path / "a"), save_tokenizer(tmp_path / "b", swapped)
     with pytest.raises(InputError, match="Token 7 is 'word7' to the target and 'word12' to the draft"):
         check_pair(tiny_gpt2(), tiny_gpt2(), *tokenizers)
 
 
-def test_one_tokenizer_in_two_folders_is_fine(tmp_path):
+def test_a09_one_tokenizer_in_two_folders_is_fine(tmp_path):
     tokenizers = [save_tokenizer(tmp_path / name, eos_token="word3") for name in "ab"]
     check_pair(tiny_gpt2(), tiny_gpt2(), *tokenizers)
 
 
-def test_other_special_tokens_are_refused(tmp_path):
+def test_a09_other_special_tokens_are_refused(tmp_path):
     tokenizers = [save_tokenizer(tmp_path / word, eos_token=word) for word in ("word3", "word4")]
     with pytest.raises(InputError, match="eos_token is 'word3' to the target and 'word4' to the draft"):
         check_pair(tiny_gpt2(), tiny_gpt2(), *tokenizers)

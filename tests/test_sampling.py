@@ -19,7 +19,7 @@ def random_logits(*shape, seed=0, dtype=torch.float32):
 @pytest.mark.parametrize("top_p", [None, 0.1, 0.7, 0.95, 1.0])
 @pytest.mark.parametrize("top_k", [None, 1, 7, 50, 10_000])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
-def test_equals_the_warpers_of_transformers_one_after_the_other(temperature, top_k, top_p):
+def test_f06_equals_the_warpers_of_transformers_one_after_the_other(temperature, top_k, top_p):
     logits = random_logits(20, 50)
     wanted = TemperatureLogitsWarper(temperature)(None, logits)
     if top_k is not None:
@@ -33,7 +33,7 @@ def test_equals_the_warpers_of_transformers_one_after_the_other(temperature, top
 
 
 @pytest.mark.parametrize("filters", FILTERS)
-def test_temperature_0_is_one_hot_at_the_first_of_the_best(filters):
+def test_a03_temperature_0_is_one_hot_at_the_first_of_the_best(filters):
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0], [-math.inf, -5.0, -9.0, -5.0]])
     probs = to_probs(logits, SamplingConfig(0, **filters))
     assert probs.tolist() == [[0, 1, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0]]
@@ -41,7 +41,7 @@ def test_temperature_0_is_one_hot_at_the_first_of_the_best(filters):
 
 @pytest.mark.parametrize("filters", FILTERS)
 @pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-8, 1e-4])
-def test_a_tiny_temperature_is_finite_and_greedy(temperature, filters):
+def test_a03_a_tiny_temperature_is_finite_and_greedy(temperature, filters):
     logits = 100 * random_logits(50, 30)
     greedy = to_probs(logits, SamplingConfig(0))
     assert torch.equal(to_probs(logits, SamplingConfig(temperature, **filters)), greedy)
@@ -58,7 +58,7 @@ def test_top_k_keeps_what_ties_with_the_last_kept():
     assert (probs > 0).tolist() == [False, True, True, True]
 
 
-def test_top_k_of_the_vocabulary_or_more_changes_nothing():
+def test_a03_top_k_of_the_vocabulary_or_more_changes_nothing():
     logits = random_logits(6)
     free = to_probs(logits, SamplingConfig(1.0))
     for top_k in (6, 7, 10**9):
@@ -78,7 +78,7 @@ def test_top_p_keeps_no_token_more_where_the_mass_is_reached_exactly():
         assert int((to_probs(torch.zeros(4), SamplingConfig(1.0, top_p=top_p)) > 0).sum()) == kept
 
 
-def test_top_p_counts_the_mass_that_top_k_left():
+def test_f06_top_p_counts_the_mass_that_top_k_left():
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     probs = to_probs(logits, SamplingConfig(1.0, top_k=2, top_p=0.5))  # after top-k the first holds 0.57
     assert probs.tolist() == [1, 0, 0, 0]
@@ -108,7 +108,7 @@ def test_logits_are_left_as_they_were():
     + [("top_k", v) for v in (0, -3, 2.5, True, "four", math.nan)]
     + [("top_p", v) for v in (0, -0.1, 1.5, math.nan, True, "0.9")],
 )
-def test_a_value_out_of_range_is_refused_by_name(name, value):
+def test_a03_a_value_out_of_range_is_refused_by_name(name, value):
     with pytest.raises(InputError, match=rf"{name} is .*allowed: ") as refusal:
         SamplingConfig(**{name: value})
     assert repr(value) in str(refusal.value)

@@ -18,13 +18,13 @@ TWO = AcceptanceStats((round_of(3, 1), round_of(3, 3)))
 THREE = TWO + AcceptanceStats((round_of(2, 0),))
 
 
-def test_a_coin_behind_a_rejection_does_not_count():
+def test_a12_a_coin_behind_a_rejection_does_not_count():
     assert (TWO.accepted, TWO.proposed, TWO.new_tokens) == (4, 6, 6)
     assert TWO.draft_acceptance_rate == pytest.approx(2 / 3)
     assert TWO.tested == 5 and TWO.alpha == 0.8
 
 
-def test_a_shortened_round_counts_what_it_proposed():
+def test_a12_a_shortened_round_counts_what_it_proposed():
     assert (THREE.accepted, THREE.proposed, THREE.new_tokens) == (4, 8, 7)
     assert THREE.draft_acceptance_rate == 0.5
     assert THREE.tested == 6 and THREE.alpha == pytest.approx(2 / 3)
@@ -50,7 +50,7 @@ def test_the_overlap_is_averaged_over_tested_positions():
     assert stats.alpha_overlap == 0.25
 
 
-def test_a_rate_over_nothing_is_none_not_0():
+def test_a19_a_rate_over_nothing_is_none_not_0():
     plain = AcceptanceStats((round_of(0, 0), round_of(0, 0)))
     assert plain.mean_acceptance_length == 1 and plain.mean_accepted_per_round == 0
     for stats in (plain, AcceptanceStats()):
@@ -66,7 +66,7 @@ def test_a_rate_over_nothing_is_none_not_0():
 INDEPENDENT = AcceptanceStats((round_of(2, 0), round_of(2, 0), round_of(2, 1), round_of(2, 2)))
 
 
-def test_the_geometric_formula_holds_for_alpha_and_not_for_accepted_over_proposed():
+def test_a12_the_geometric_formula_holds_for_alpha_and_not_for_accepted_over_proposed():
     stats = INDEPENDENT
     assert (stats.alpha, stats.draft_acceptance_rate, stats.mean_acceptance_length) == (0.5, 0.375, 1.75)
     assert expected_tokens_per_round(stats.alpha, 2) == stats.mean_acceptance_length

@@ -367,7 +367,7 @@ def test_their_sampling_leaves_out_no_token_unasked():
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_their_greedy_tokens_are_ours_and_the_first_comes_with_the_prompt(target):
+def test_f12_their_greedy_tokens_are_ours_and_the_first_comes_with_the_prompt(target):
     method = timed.hugging_face_method(target, GREEDY)
     for prompt in PROMPTS:
         outcome = method(prompt)
@@ -434,7 +434,7 @@ def test_prefill_and_decoding_are_told_apart(clock):
 
 
 @pytest.mark.parametrize("setting", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_where_only_forwards_cost_time_the_prediction_is_exact(clock, setting):
+def test_f12_where_only_forwards_cost_time_the_prediction_is_exact(clock, setting):
     target, draft = nearby(tiny_gpt2(), 0.0), nearby(tiny_gpt2(), 0.2)
     for model, seconds in ((target, 1.0), (draft, 0.25)):
         clock.slow(model, seconds)
