@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,12 @@ from torch import Tensor
 
 from specdec.chance import Chooser
 from specdec.stats import AcceptanceStats, bootstrap_interval, ratio, ratio_of_sums
-from specdec.theory import expected_accepted_by_block, expected_accepted_by_token, iid_acceptance_length
+from specdec.theory import (
+    accepted_at_least_by_block,
+    accepted_at_least_by_token,
+    expected_emitted,
+    iid_acceptance_length,
+)
 from specdec.verify import VERIFIERS, Verdict, block_acceptance, token_acceptance
 
 # Each of these is a ratio of two counts of `AcceptanceStats`, pooled over prompts, with an interval over prompts.
@@ -35,22 +40,24 @@ class PromptResult:
 
 
 class ComparingVerifier:
-    """Decides by one rule, and adds up how many tokens of each draft both rules would accept in expectation.
+    """Decides by one rule, and adds up how many tokens both rules would emit in expectation, given each draft.
 
     The expectations are over the verifier's draws alone, so that on the same drafts the two rules are compared without their
     noise. One object serves one text.
     """
 
-    def __init__(self, rule: str) -> None:
+    def __init__(self, rule: str, end_tokens: Collection[int] = ()) -> None:
         self._verify = VERIFIERS[rule]
-        self.rounds = 0
+        self._end_tokens = end_tokens
         self.by_token = 0.0
         self.by_block = 0.0
 
     def __call__(self, draft_tokens: Sequence[int], p: Tensor, q: Tensor | None, chooser: Chooser) -> Verdict:
-        self.rounds += 1
-        self.by_token += expected_accepted_by_token(token_acceptance(draft_tokens, p, q))
-        self.by_block += expected_accepted_by_block(block_acceptance(draft_tokens, p, q)[1])
+        end = next((n for n, token in enumerate(draft_tokens, start=1) if token in self._end_tokens), None)
+        by_token = accepted_at_least_by_token(token_acceptance(draft_tokens, p, q))
+        by_block = accepted_at_least_by_block(block_acceptance(draft_tokens, p, q)[1])
+        self.by_token += expected_emitted(by_token, end)
+        self.by_block += expected_emitted(by_block, end)
         return self._verify(draft_tokens, p, q, chooser)
 
 
@@ -60,11 +67,11 @@ def gain_record(verifiers: Sequence[ComparingVerifier]) -> dict[str, Any]:
     Args:
         verifiers: one per prompt.
     """
-    counts = [(v.rounds + v.by_block, v.rounds + v.by_token) for v in verifiers]
+    counts = [(v.by_block, v.by_token) for v in verifiers]
     low, high = bootstrap_interval(counts, ratio_of_sums)
     return {
-        "expected_accepted_token": sum(v.by_token for v in verifiers),
-        "expected_accepted_block": sum(v.by_block for v in verifiers),
+        "expected_emitted_token": sum(v.by_token for v in verifiers),
+        "expected_emitted_block": sum(v.by_block for v in verifiers),
         "block_gain": ratio_of_sums(counts),
         "block_gain_lo": low,
         "block_gain_hi": high,
@@ -76,7 +83,17 @@ def prompt_generator(seed: int, question_id: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(f"{seed}/{question_id}".encode()))
 
 
-def acceptance_record(results: Sequence[PromptResult]) -> dict[str, Any]:
+def iid_alpha(record: Mapping[str, Any], rule: str) -> float | None:
+    """The α of a cell that belongs into the geometric form.
+
+    In block verification a test's outcome depends on the tokens around it, so that accepted / tested is no α; the mean overlap of
+    the tested positions still is.
+    """
+    alpha: float | None = record["alpha" if rule == "token" else "alpha_overlap"]
+    return alpha
+
+
+def acceptance_record(results: Sequence[PromptResult], rule: str = "token") -> dict[str, Any]:
     """The acceptance keys of a cell, prompts pooled; an undefined value, or the interval of too few prompts, is None."""
     pooled = AcceptanceStats(tuple(round_ for result in results for round_ in result.stats.rounds))
     record: dict[str, Any] = {
@@ -87,9 +104,6 @@ def acceptance_record(results: Sequence[PromptResult]) -> dict[str, Any]:
         "accepted": pooled.accepted,
         "tested": pooled.tested,
         "mean_drafted_per_round": ratio(sum(r.drafted for r in pooled.rounds), len(pooled.rounds)),
-        "iid_acceptance_length": None
-        if pooled.alpha is None
-        else iid_acceptance_length(pooled.alpha, [r.drafted for r in pooled.rounds]),
         "acceptance_per_position": pooled.acceptance_per_position,
         "conditional_acceptance_per_position": pooled.conditional_acceptance_per_position,
         "proposed_per_position": pooled.proposed_per_position,
@@ -102,6 +116,8 @@ def acceptance_record(results: Sequence[PromptResult]) -> dict[str, Any]:
         counts = [(getattr(r.stats, numerator), getattr(r.stats, denominator)) for r in results]
         record[name] = ratio_of_sums(counts)
         record[f"{name}_lo"], record[f"{name}_hi"] = bootstrap_interval(counts, ratio_of_sums)
+    alpha, drafted = iid_alpha(record, rule), [r.drafted for r in pooled.rounds]
+    record["iid_acceptance_length"] = None if alpha is None else iid_acceptance_length(alpha, drafted)
     return record
 
 

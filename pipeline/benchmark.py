@@ -77,6 +77,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pair", help="with --cell --backend hf: a pair of params.yaml")
     args = parser.parse_args()
     options.check_decoding_options(parser, args, least_k=1)  # at k = 0 there would be nothing to compare
+    if args.cell:
+        for name, value in vars(args).items():
+            if name not in ("cell", "backend", "pair", "k", "json") and value != parser.get_default(name):
+                parser.error(f"--{name.replace('_', '-')} is {value} with --cell; allowed: only what params.yaml says")
     for name, least in (("runs", 2), ("threads", 1), ("prompts_per_category", 1)):
         value = getattr(args, name)
         if value is not None and value < least:
@@ -170,7 +174,9 @@ def hf_bench(
 
 def measure(backend: str, bench: Bench, setting: Setting) -> dict[str, Any]:
     """Check the device, run the comparison and describe what it ran on."""
-    device_error = device_logit_error(bench)
+    device_errors = device_logit_errors(bench)
+    if bench.target.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     label = f"{bench.names['pair']} k={setting.k} T={setting.sampling.temperature}"
     measured = compare(bench.target, bench.drafter, bench.prompts, setting, label)
     return {
@@ -186,7 +192,7 @@ def measure(backend: str, bench: Bench, setting: Setting) -> dict[str, Any]:
         "max_new_tokens": setting.max_new_tokens,
         "runs": setting.runs,
         "device": bench.target.device.type,
-        "device_logit_error": device_error,  # 0: float32 on the CPU is the reference
+        **device_errors,
         "dtype": str(bench.target.dtype).removeprefix("torch."),
         "draft_dtype": draft_dtype(bench.drafter),
         "threads": torch.get_num_threads(),
@@ -202,16 +208,20 @@ def measure(backend: str, bench: Bench, setting: Setting) -> dict[str, Any]:
     }
 
 
-def device_logit_error(bench: Bench) -> float:
+def device_logit_errors(bench: Bench) -> dict[str, float | None]:
     """How far the logits of both models lie from the CPU's float32 ones; where the target is those, nothing is copied.
 
     Raises:
         InputError: too far. A wrong target gives garbage at a fine speed; a wrong draft gives a wrong α and speed-up.
     """
+    ids = bench.prompts[0].input_ids
+    draft = bench.drafter.model if isinstance(bench.drafter, ModelDrafter) else None
     if bench.target.device.type == "cpu" and bench.target.dtype == torch.float32:
-        return 0.0
-    models = [bench.target, *([bench.drafter.model] if isinstance(bench.drafter, ModelDrafter) else [])]
-    return max(check_device(model, bench.prompts[0].input_ids) for model in models)
+        return {"device_logit_error": 0.0, "draft_device_logit_error": None}
+    return {
+        "device_logit_error": check_device(bench.target, ids),
+        "draft_device_logit_error": None if draft is None else check_device(draft, ids),
+    }
 
 
 def draft_dtype(drafter: Drafter) -> str | None:
@@ -220,7 +230,7 @@ def draft_dtype(drafter: Drafter) -> str | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process held: on the device for cuda, else in main memory."""
+    """The most memory that this process held: on the device for cuda, else in main memory, the check of the device included."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     kib_or_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -250,6 +260,10 @@ def render(record: dict[str, Any]) -> str:
         ("backend", f"{record['backend']}, {record['device']}, {dtypes}, CPU threads: {record['threads']}"),
         ("decoding", f"k = {record['k']}, {sampling}, {record['prompts']} prompts, {record['new_tokens']} new tokens"),
         ("verifier", record["verifier"]),
+        (
+            "drafted per round",
+            f"{number('mean_drafted_per_round', 2)}, stopped below {record['confidence_threshold']:g}",
+        ),
         ("alpha, accepted / tested", interval("alpha")),
         ("alpha, mean overlap of p and q", interval("alpha_overlap")),
         ("acceptance rate, accepted / proposed", interval("draft_acceptance_rate")),

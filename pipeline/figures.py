@@ -68,12 +68,12 @@ def prediction_record(
 
     Args:
         drafted: tokens drafted in each round.
-        alpha: accepted / tested; None where nothing was ever proposed.
+        alpha: of the geometric form; None where nothing was ever proposed.
         tau: tokens per target forward.
         draft_seconds: T_draft(1), or the time of one look-up.
         target_seconds: n -> T_target(n), for 1 and for every round's k + 1.
     """
-    k, longest = fmean(drafted), max(drafted) + 1
+    k, longest = fmean(drafted), max(target_seconds)
     tau_iid = iid_acceptance_length(alpha or 0.0, drafted) or 1.0
     record: dict[str, Any] = {
         "mean_drafted_per_round": k,

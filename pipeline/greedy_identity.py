@@ -1,8 +1,8 @@
 """Is greedy speculative output plain greedy output in a coarser number format, and if not, was it a near-tie?
 
-In float32 every timed cell compares the two, and a difference fails it. In bfloat16 one pass over k + 1 tokens and k + 1 passes
-over one often round two good tokens to another order. Each such divergence is told with its gap, and so is how much of the text
-lies within the limit that makes it a near-tie: a limit that most positions pass would excuse anything. CPU only.
+In float32 every timed cell compares the two, and a difference that is no tie fails it. In bfloat16 one pass over k + 1 tokens and
+k + 1 passes over one often round two good tokens to another order. Each such divergence is told with its gap, and so is how much
+of the text lies within the limit that makes it a near-tie: a limit that most positions pass would excuse anything. CPU only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from specdec.models import resolve_dtype
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pair", required=True, help="a pair of params.yaml")
-    parser.add_argument("--dtype", required=True, help="float32, bfloat16 or float16")
+    parser.add_argument(
+        "--dtype", required=True, choices=["bfloat16", "float16"], help="the number format of the target"
+    )
     parser.add_argument("--out", type=Path, required=True, help="the cell's JSON file")
     args = parser.parse_args()
     params = load_params()

@@ -43,8 +43,8 @@ BASELINES = (
 )
 BLOCK = (
     "Token verification (Leviathan et al. 2023) tests one draft token after another, block verification (Sun et al. 2024) the "
-    "draft as a whole. Expected / round = (rounds + expected accepted draft tokens) / rounds: the tokens that each rule emits on "
-    "the drafts of the sweep over temperatures, averaged over its own draws. So the gain, the ratio of the two, compares "
+    "draft as a whole. Expected / round: the tokens that each rule emits on the drafts of the sweep over "
+    "temperatures, averaged over its own draws. So the gain, the ratio of the two, compares "
     "both rules on the same drafts, whereas the two τ are of runs with other drafts and draws, and differ by chance as well."
 )
 CONFIDENCE = (
@@ -288,11 +288,11 @@ def block(by_temperature: pd.DataFrame, by_block: pd.DataFrame) -> str:
 
 
 def expected(verifier: str) -> Callable[[Row], str]:
-    """Tokens per round: the accepted ones, and the one that every round adds."""
+    """Tokens per round: the accepted ones, and the one that the target adds."""
 
     def text(row: Row) -> str:
-        accepted, rounds = row[f"expected_accepted_{verifier}"], row["rounds"]
-        return f"{1 + accepted / rounds:.3f}" if _known(accepted) and rounds else UNKNOWN
+        emitted, rounds = row[f"expected_emitted_{verifier}"], row["rounds"]
+        return f"{emitted / rounds:.3f}" if _known(emitted) and rounds else UNKNOWN
 
     return text
 

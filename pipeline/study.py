@@ -91,9 +91,10 @@ Probability = Annotated[
     float,
     _only(
         "probabilities written with a decimal point, such as 0.0 or 0.5",
-        lambda value: type(value) is float and 0 <= value <= 1,
+        lambda value: type(value) is float and 0 <= value <= 1 and math.copysign(1, value) > 0,
     ),
 ]
+CoarseDtype = Annotated[Literal["bfloat16", "float16"], _one_of("bfloat16", "float16")]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"], _one_of("float32", "bfloat16", "float16")]
 Sha256 = Annotated[str, _only("sha256 sums of 64 digits 0-9 and a-f", _matches(r"[0-9a-f]{64}"))]
 Values = Annotated[
@@ -169,7 +170,7 @@ class Study(Section):
     detail_pairs: Values[Name]
     confidence: Values[Probability]
     confidence_k: Count
-    identity_dtypes: Values[Dtype]
+    identity_dtypes: Values[CoarseDtype]
     prompts_per_category: Count
     max_new_tokens: Count
 

@@ -58,7 +58,7 @@ def measure(
     )
     results, verifiers = [], []
     for prompt in tqdm(chosen, desc=f"{pair_name} k={k} T={temperature}", unit="prompt"):
-        verifiers.append(ComparingVerifier(verifier))
+        verifiers.append(ComparingVerifier(verifier, loaded.end_tokens))
         result = speculative_generate(
             loaded.target,
             encode_prompt(loaded.tokenizer, prompt),
@@ -87,7 +87,7 @@ def measure(
         "seed": params.decoding.seed,
         "max_new_tokens": params.study.max_new_tokens,
         "cpu": cells.cpu(),  # where this was measured; nothing is derived from it
-        **acceptance_record(results),
+        **acceptance_record(results, verifier),
         **gain_record(verifiers),
     }
 

@@ -36,7 +36,7 @@ COUNTED = (
 # Timed cells run the verifiers themselves, and so know nothing of what both would have accepted.
 ACCEPTANCE = (
     *COUNTED,
-    *("confidence_threshold", "expected_accepted_token", "expected_accepted_block"),
+    *("confidence_threshold", "expected_emitted_token", "expected_emitted_block"),
     *_with_interval("block_gain"),
 )
 BENCHMARK = (

@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from pipeline.acceptance import PromptResult, acceptance_record, prompt_generator
+from pipeline.acceptance import PromptResult, acceptance_record, iid_alpha, prompt_generator
 from pipeline.figures import prediction_record, speed_record
 from specdec.chance import GeneratorChooser
 from specdec.drafters import Drafter, ModelDrafter
@@ -87,14 +87,14 @@ def compare(
         PromptResult(p.question_id, p.category, outcome["spec"][0].stats)
         for p, outcome in zip(prompts, outcomes, strict=True)
     ]
-    acceptance = acceptance_record(results)
+    acceptance = acceptance_record(results, setting.verifier)
     speed = speed_record([{name: [o.run for o in runs] for name, runs in outcome.items()} for outcome in outcomes])
     drafted = [r.drafted for result in results for r in result.stats.rounds]
     seconds = costs.medians()
     draft_seconds = seconds.pop(DRAFT)
     prediction = prediction_record(
         drafted,
-        acceptance["alpha"],
+        iid_alpha(acceptance, setting.verifier),
         acceptance["mean_acceptance_length"],
         speed["speedup"],
         draft_seconds,

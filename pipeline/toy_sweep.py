@@ -85,7 +85,7 @@ def measure(params: Params, k: int, temperature: float) -> dict[str, Any]:
         "argmax_agreement": ratio(sum(agreements), len(agreements)),  # the limit of α as T → 0
         "limit_high_temperature": 1.0,  # both laws become uniform
         "cpu": cells.cpu(),  # where this was measured; nothing is derived from it
-        **acceptance_record(results),
+        **acceptance_record(results, params.decoding.verifier),
         **gain_record(verifiers),
     }
 

@@ -17,8 +17,8 @@ from specdec.sampling import SamplingConfig, to_probs
 class Draft:
     """Proposed tokens and the laws that they were drawn from.
 
-    `probs`, shape (len(tokens), V), *is* the tensor that the draws used. A second computation of it, or one without the
-    temperature, would make the output wrongly distributed. None means that each token was certain: a point mass.
+    `probs`, shape (len(tokens), V), on the CPU, *is* the tensor that the draws used. A second computation of it, or one without
+    the temperature, would make the output wrongly distributed. None means that each token was certain: a point mass.
     """
 
     tokens: tuple[int, ...]
@@ -61,7 +61,8 @@ class ModelDrafter:
     """
 
     def __init__(self, model: PreTrainedModel, confidence_threshold: float = 0.0) -> None:
-        if not (isinstance(confidence_threshold, int | float) and 0 <= confidence_threshold <= 1):
+        is_number = isinstance(confidence_threshold, int | float) and not isinstance(confidence_threshold, bool)
+        if not (is_number and 0 <= confidence_threshold <= 1):
             raise InputError(f"confidence_threshold is {confidence_threshold!r}; allowed: a number from 0 to 1")
         self.model = model
         self.confidence_threshold = confidence_threshold

@@ -221,9 +221,9 @@ def _check_request(
 
 
 def _verifier(verify: str | Verifier) -> Verifier:
-    if not isinstance(verify, str):
+    if callable(verify):
         return verify
-    if verify not in VERIFIERS:
+    if not isinstance(verify, str) or verify not in VERIFIERS:
         raise InputError(f"verify is {verify!r}; allowed: {', '.join(VERIFIERS)}, or a function")
     return VERIFIERS[verify]
 

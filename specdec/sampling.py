@@ -53,14 +53,22 @@ def to_probs(logits: Tensor, config: SamplingConfig) -> Tensor:
 
     Returns:
         Probabilities of the same shape, in float32 or, where the logits are float64, in float64.
+
+    Raises:
+        InputError: logits that are NaN or +inf, or a row without a possible token.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
+    largest = logits.amax(dim=-1, keepdim=True)
+    if not bool(largest.isfinite().all()):  # NaN anywhere in a row makes it the row's largest
+        raise InputError(
+            "a model's logits hold NaN or infinity; allowed: numbers (float16 may overflow where float32 does not)"
+        )
     if config.is_greedy:
         best = logits.argmax(dim=-1, keepdim=True)  # torch documents the first index among equals
         return torch.zeros_like(logits).scatter_(-1, best, 1.0)
     # Subtracting the maximum first keeps the largest scaled logit at exactly 0, so that a temperature of 1e-8 overflows to -inf
     # (probability 0) and never to inf - inf = NaN; the floor keeps a temperature that underflows to 0 from giving 0/0.
-    scaled = logits - logits.amax(dim=-1, keepdim=True)
+    scaled = logits - largest
     scaled = scaled / max(config.temperature, torch.finfo(logits.dtype).tiny)
     if config.top_k is not None and config.top_k < scaled.shape[-1]:
         kth = scaled.topk(config.top_k, dim=-1).values[..., -1:]

@@ -77,12 +77,12 @@ class AcceptanceStats:
 
     @property
     def alpha(self) -> float | None:
-        """Accepted / tested: the α of (1 − α^(k+1)) / (1 − α) in Leviathan et al., counted."""
+        """Accepted / tested: the α of (1 − α^(k+1)) / (1 − α) in Leviathan et al., counted. Of token verification only."""
         return ratio(self.accepted, self.tested)
 
     @property
     def alpha_overlap(self) -> float | None:
-        """Mean Σ min(p, q) over the tested positions: the same α, estimated with a smaller variance."""
+        """Mean Σ min(p, q) over the tested positions: the same α, estimated with a smaller variance; of any verifier."""
         return ratio(self.overlap, self.tested)
 
     @property

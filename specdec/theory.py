@@ -3,6 +3,7 @@
 α is the probability that a *tested* draft token is accepted, never accepted / proposed.
 """
 
+import itertools
 from collections.abc import Sequence
 
 from specdec.errors import InputError
@@ -65,30 +66,35 @@ def iid_acceptance_length(alpha: float, per_round_k: Sequence[int]) -> float | N
     return sum(expected_tokens_per_round(alpha, k) for k in per_round_k) / len(per_round_k)
 
 
-def expected_accepted_by_token(acceptance: Sequence[float]) -> float:
-    """How many tokens of a draft token verification accepts in expectation: Σ_i a_1 ⋯ a_i.
+def accepted_at_least_by_token(acceptance: Sequence[float]) -> list[float]:
+    """P(at least i tokens of a draft are accepted) by token verification, i = 1..k: a_1 ⋯ a_i.
 
     Args:
         acceptance: min(1, p / q) at each drafted token, from `verify.token_acceptance`.
     """
-    expected, all_so_far = 0.0, 1.0
-    for a in acceptance:
-        all_so_far *= a
-        expected += all_so_far
-    return expected
+    return list(itertools.accumulate(acceptance, lambda all_so_far, a: all_so_far * a))
 
 
-def expected_accepted_by_block(acceptance: Sequence[float]) -> float:
-    """How many tokens of a draft block verification accepts in expectation: Σ_i P(a prefix of at least i tokens passes).
+def accepted_at_least_by_block(acceptance: Sequence[float]) -> list[float]:
+    """P(at least i tokens of a draft are accepted) by block verification: that a prefix of i tokens or more passes.
 
     Args:
         acceptance: the probability that each prefix passes its test, from `verify.block_acceptance`.
     """
-    expected, none_behind = 0.0, 1.0
-    for h in reversed(acceptance):
-        none_behind *= 1 - h
-        expected += 1 - none_behind
-    return expected
+    none_behind = itertools.accumulate(reversed(acceptance), lambda none, h: none * (1 - h), initial=1.0)
+    return [1 - none for none in none_behind][:0:-1]
+
+
+def expected_emitted(at_least: Sequence[float], end: int | None) -> float:
+    """How many tokens a round emits in expectation, given its draft: the accepted ones and the one that the target adds.
+
+    Args:
+        at_least: P(at least i tokens are accepted), i = 1..k.
+        end: place of the first end token in the draft, from 1; nothing behind it is emitted, and nothing is added to it.
+    """
+    if end is None:
+        return 1 + sum(at_least)
+    return 1 + sum(at_least[:end]) - at_least[end - 1]
 
 
 def _check(alpha: float, k: int) -> None:

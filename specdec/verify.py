@@ -22,7 +22,7 @@ class Verdict:
 
     `token` is the bonus token, drawn from the target's law, when every draft token was accepted; else it is the corrected token
     that replaces the first rejected one. `overlaps` holds Σ min(p, q) for every *tested* position (the accepted ones and the
-    rejected one), the conditional expectation of each test's outcome.
+    rejected one); in token verification it is the conditional expectation of the test's outcome.
     """
 
     accepted: int

@@ -48,7 +48,7 @@ TOY_ALPHA = {0.02: 0.96, 0.1: 0.71, 0.2: 0.33, 0.5: 0.41, 1.0: 0.66, 2.0: 0.87, 
 C = {"small_int8": 0.45, "small_bf16": 0.7, "small_lookup": 0.01, "toy": 0.5}
 ROUNDS = 120
 NOT_TIMED = {
-    *("expected_accepted_token", "expected_accepted_block"),
+    *("expected_emitted_token", "expected_emitted_block"),
     *("block_gain", "block_gain_lo", "block_gain_hi"),
 }
 
@@ -136,8 +136,8 @@ def acceptance(pair: str, k: int, *, temperature: float = 0.0, alpha: float | No
         "proposed_per_position": [ROUNDS] * k,
         "tested_per_position": tested,
         "per_prompt": [{"question_id": 1, "category": "qa", "per_round_drafted": [k] * ROUNDS}],
-        "expected_accepted_token": float(sum(accepted)),
-        "expected_accepted_block": float(gained),
+        "expected_emitted_token": float(ROUNDS + sum(accepted)),
+        "expected_emitted_block": float(ROUNDS + gained),
         **interval("block_gain", (ROUNDS + gained) / (ROUNDS + sum(accepted)), 0 if gained == sum(accepted) else 0.004),
     }
 

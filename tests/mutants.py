@@ -16,6 +16,7 @@ import sys
 import tomllib
 from collections import Counter
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import libcst as cst
@@ -131,10 +132,9 @@ def report(fates: dict[str, Counter], survivors: list[Survivor], reasons: dict[S
         counts = " | ".join(str(fate[kind]) for kind in kinds)
         lines.append(f"| {module} | {fate.total()} | {counts} | {100 * share_killed(fate):.1f} |")
     lines += ["", "## Survivors", ""]
-    for survivor in survivors:
-        place, *change = str(survivor).splitlines()
-        reason = reasons.get(survivor, "**Not explained.**")
-        lines += [f"`{place}`: {reason}", "", "```diff", *change, "```", ""]
+    for (place, reason), alike in groupby(survivors, lambda s: (s.place, reasons.get(s, "**Not explained.**"))):
+        changes = "\n\n".join("\n".join(survivor.change) for survivor in alike)
+        lines += [f"`{place}`: {reason}", "", "```diff", changes, "```", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -6,9 +6,12 @@ import zlib
 import pytest
 import torch
 from laws import exact_law
+from stand_ins import nearby, tiny_gpt2
 
 from pipeline.acceptance import ComparingVerifier, PromptResult, acceptance_record, gain_record, prompt_generator
 from specdec.chance import GeneratorChooser
+from specdec.drafters import ModelDrafter
+from specdec.generate import speculative_generate
 from specdec.stats import AcceptanceStats, Round
 from specdec.verify import VERIFIERS
 
@@ -163,8 +166,8 @@ def test_the_gain_compares_what_both_rules_would_accept_of_the_same_drafts():
         for rule in ("token", "block")
     }
     record = gain_record([verifier])
-    assert record["expected_accepted_token"] == pytest.approx(expected["token"], abs=1e-12)
-    assert record["expected_accepted_block"] == pytest.approx(expected["block"], abs=1e-12)
+    assert record["expected_emitted_token"] == pytest.approx(20 + expected["token"], abs=1e-12)
+    assert record["expected_emitted_block"] == pytest.approx(20 + expected["block"], abs=1e-12)
     assert record["block_gain"] == pytest.approx((20 + expected["block"]) / (20 + expected["token"]))
     assert record["block_gain"] > 1 and record["block_gain_lo"] is record["block_gain_hi"] is None
 
@@ -189,3 +192,24 @@ def test_greedy_and_deterministic_drafts_gain_nothing():
         verifier([0, 1], torch.rand(3, 3).softmax(dim=-1), None, GeneratorChooser(torch.Generator().manual_seed(0)))
     record = gain_record(verifiers)
     assert [record[f"block_gain{end}"] for end in ("", "_lo", "_hi")] == pytest.approx([1, 1, 1])
+
+
+@pytest.mark.parametrize("end", [(), (5,), tuple(range(0, 40, 3))])
+def test_greedy_rounds_emit_what_is_expected_of_them(end):
+    """A draft may hold an end token, behind which nothing is emitted, or the bonus token may be one."""
+    target = tiny_gpt2()
+    for seed in range(6):
+        prompt = torch.randint(40, (1, 5), generator=torch.Generator().manual_seed(seed))
+        verifier = ComparingVerifier("token", end)
+        drafter = ModelDrafter(nearby(target, 0.05 * (seed % 2)))
+        options = {"k": 6, "max_new_tokens": 30, "eos_token_id": end or None, "verify": verifier}
+        result = speculative_generate(target, prompt, drafter=drafter, **options)
+        assert verifier.by_token == verifier.by_block == pytest.approx(len(result.new_tokens))
+
+
+def test_under_block_verification_the_geometric_form_takes_the_overlap():
+    results = [PromptResult(0, "qa", AcceptanceStats(LONG))]
+    token, block = acceptance_record(results), acceptance_record(results, "block")
+    assert token["alpha"] == block["alpha"] == 0.75 and token["alpha_overlap"] == pytest.approx(0.8)
+    for record, alpha in ((token, 0.75), (block, 0.8)):
+        assert record["iid_acceptance_length"] == pytest.approx(1 + alpha + alpha**2 + alpha**3)

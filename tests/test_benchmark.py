@@ -91,6 +91,8 @@ def start(monkeypatch, *arguments):
         (["--target", "some"], "--target is some with the toy pair; allowed: only with --backend hf"),
         (["--draft", "int8"], "--draft is int8 with the toy pair; allowed: only with --backend hf"),
         (["--verifier", "tree"], "invalid choice: 'tree'"),
+        (["--cell", "--verifier", "block"], "--verifier is block with --cell; allowed: only what params.yaml says"),
+        (["--cell", "--top-k", "4"], "--top-k is 4 with --cell; allowed: only what params.yaml says"),
         (["--confidence", "1.5"], "--confidence is 1.5; allowed: a number from 0 to 1"),
         (["--unknown"], "unrecognized arguments: --unknown"),
     ],

@@ -1,5 +1,7 @@
 """Promises of the core that the other suites leave open. The mutants of `make mutants` showed which: see notes/mutants.md."""
 
+import itertools
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -12,6 +14,7 @@ from specdec.cache import CachedModel, context_length
 from specdec.drafters import ModelDrafter
 from specdec.errors import InputError, InvariantError
 from specdec.generate import autoregressive_generate, speculative_generate
+from specdec.sampling import SamplingConfig, to_probs
 from specdec.stats import AcceptanceStats, Round, bootstrap_interval, ratio_of_sums
 from specdec.verify import block_acceptance, overlap, token_acceptance, verify_block, verify_tokens
 
@@ -40,6 +43,17 @@ def test_intervals_are_by_default_those_of_seed_0_and_2000_resamples():
     units = [(float(i % 7), 10.0 + i % 3) for i in range(30)]
     by_default = bootstrap_interval(units, ratio_of_sums)
     assert by_default == bootstrap_interval(units, ratio_of_sums, seed=0, resamples=2000, level=0.95)
+
+
+# Laws
+
+
+def test_of_equally_likely_tokens_top_p_keeps_the_first():
+    """In every row alike, for which of them stay must not depend on how many positions one forward happened to cover."""
+    logits = torch.zeros(3, 40)
+    logits[1, 20:] = 1.0
+    kept = to_probs(logits, SamplingConfig(1.0, top_p=0.25)) > 0
+    assert [row.nonzero().flatten().tolist() for row in kept] == [[*range(10)], [*range(20, 27)], [*range(10)]]
 
 
 # Verification
@@ -146,6 +160,20 @@ def test_a_drafter_is_asked_for_at_least_one_token():
         assert all(1 <= limit <= k for _, limit in spy.asked)
 
 
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_drafter_hears_after_every_round_what_still_stands(k):
+    class Listener(Spy):
+        def rollback(self, length):
+            stands.append(length)
+            super().rollback(length)
+
+    stands = []
+    listener = Listener(ModelDrafter(scripted(1)))
+    rounds = speculative_generate(scripted(), PROMPT, drafter=listener, k=k, max_new_tokens=20).stats.rounds
+    lengths = itertools.accumulate((r.emitted for r in rounds), initial=PROMPT.shape[1])
+    assert stands == [length - 1 for length in lengths][1:]  # all but the last token
+
+
 def test_of_the_prompt_only_the_last_logits_are_asked_for():
     """All of them would take the vocabulary times the prompt in memory."""
 
@@ -236,19 +264,32 @@ def test_a_check_compares_texts_of_any_length(fed):
         cached.check(torch.tensor([*fed, 1]))
 
 
-def test_a_check_notices_a_sound_cache_that_is_not_read_as_it_should_be():
-    class Shortsighted(ScriptedModel):
-        def forward(self, tokens, cache=None, **options):
-            shift = 0 if cache is None or cache.get_seq_length() == 0 else 1
-            output = super().forward(tokens, cache=cache, **options)
-            output.logits = output.logits.roll(shift, -1)
-            return output
+class Shortsighted(ScriptedModel):
+    """Fills a cache as it should, and does not read it so."""
 
+    def forward(self, tokens, cache=None, **options):
+        shift = 0 if cache is None or cache.get_seq_length() == 0 else 1
+        output = super().forward(tokens, cache=cache, **options)
+        output.logits = output.logits.roll(shift, -1)
+        return output
+
+
+@pytest.mark.parametrize("context", [4, 100])  # one position is left to try, or many
+def test_a_check_notices_a_sound_cache_that_is_not_read_as_it_should_be(context):
     text = torch.tensor([1, 3, 2])
-    cached = CachedModel(Shortsighted(random_table(6, 0)))
+    cached = CachedModel(Shortsighted(random_table(6, 0), context=context))
     cached.forward(text)
     with pytest.raises(InvariantError, match=r"^logits of the next token differ by \d"):
         cached.check(text)
+
+
+def test_a_full_cache_can_be_checked_though_no_token_follows():
+    text = torch.tensor([1, 3, 2])
+    cached = CachedModel(tiny_gpt2(context=3))
+    cached.forward(text)
+    cached.check(text)
+    with pytest.raises(InvariantError, match=r"^keys of layer 0 differ by"):
+        cached.check(text + 1)
 
 
 def test_a_cache_may_differ_by_a_thousandth_by_default():
@@ -263,7 +304,47 @@ def test_a_cache_may_differ_by_a_thousandth_by_default():
             cached.check(text)
 
 
+class Halves(ScriptedModel):
+    """Keys and values are (token, token), in bfloat16."""
+
+    def forward(self, tokens, cache=None, **options):
+        if cache is not None:
+            entries = tokens[:, None, :, None].expand(1, 1, -1, 2).bfloat16()
+            cache.update(entries, entries, 0)
+        return super().forward(tokens, **options)
+
+
+NOTHING = (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ([NOTHING, NOTHING, NOTHING, (1.0, 0.0)], None),
+        ([NOTHING, NOTHING, NOTHING, (1.25, 0.0)], "0.353"),
+        ([NOTHING, NOTHING, NOTHING, (0.0, -1.25)], "0.353"),
+        ([NOTHING, NOTHING, NOTHING, (1.0, 1.0)], "0.4"),
+        ([(0.75, 0.0)] * 4, None),  # each entry counts for itself
+    ],
+)
+def test_in_16_bits_an_entry_may_differ_by_less_than_a_third_of_the_mean_size(changes, error):
+    """The text's keys have sizes of 2√2, three times, and 4√2, of which the mean is 2.5√2."""
+    text = torch.tensor([2, 2, 2, 4])
+    cached = CachedModel(Halves(random_table(6, 0)[:1].expand(6, 6, 6)))  # laws of the last token alone
+    cached.forward(text)
+    cached._cache.layers[0].keys = cached._cache.layers[0].keys + torch.tensor(changes).bfloat16()
+    message = rf"^keys of layer 0 differ by {error}\d* from those of a fresh pass; allowed: 0\.3$"
+    with pytest.raises(InvariantError, match=message) if error else nullcontext():
+        cached.check(text)
+
+
 # Refusals
+
+
+def test_logits_that_are_no_numbers_are_refused_with_a_hint():
+    message = "a model's logits hold NaN or infinity; allowed: numbers (float16 may overflow where float32 does not)"
+    with pytest.raises(InputError, match=rf"^{re.escape(message)}$"):
+        to_probs(torch.tensor([0.0, torch.nan]), SamplingConfig(1.0))
 
 
 @pytest.mark.parametrize("k", [1, 4])
@@ -273,9 +354,11 @@ def test_drafting_without_a_drafter_is_refused(k):
         speculative_generate(scripted(), PROMPT, drafter=None, k=k, max_new_tokens=3)
 
 
-def test_an_unknown_rule_is_refused_with_the_known_ones():
-    with pytest.raises(InputError, match=r"^verify is 'tree'; allowed: token, block, or a function$"):
-        speculative_generate(scripted(), PROMPT, drafter=None, k=0, max_new_tokens=3, verify="tree")
+@pytest.mark.parametrize("verify", ["tree", 3, None, []])
+def test_an_unknown_rule_is_refused_with_the_known_ones(verify):
+    message = rf"^verify is {re.escape(repr(verify))}; allowed: token, block, or a function$"
+    with pytest.raises(InputError, match=message):
+        speculative_generate(scripted(), PROMPT, drafter=None, k=0, max_new_tokens=3, verify=verify)
 
 
 def test_a_refused_cache_says_which_models_can_be_used():

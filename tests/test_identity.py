@@ -5,13 +5,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from stand_ins import ScriptedModel, nearby, random_table, tiny_gpt2
+from stand_ins import ScriptedModel, nearby, random_table, tiny_gpt2, tiny_llama
 
 from pipeline import greedy_identity
+from specdec import identity
 from specdec.drafters import ModelDrafter
 from specdec.generate import autoregressive_generate, speculative_generate
-from specdec.identity import TIE_GAP, IdentityReport, check_greedy_identity, emitted_gaps
-from specdec.quantize import bfloat16_copy
+from specdec.identity import (
+    DEVICE_ERROR,
+    TIE_GAP,
+    IdentityReport,
+    check_device,
+    check_greedy_identity,
+    emitted_gaps,
+)
+from specdec.quantize import bfloat16_copy, int8_copy
 
 PROMPT = torch.tensor([[1, 2]])
 
@@ -132,3 +140,22 @@ def test_a_wrong_token_is_a_fault_and_so_is_a_text_that_stops_early():
     assert (record["identical_prompts"], record["near_ties"], record["faults"]) == (1, 0, 2)
     assert record["first_divergences"] == [None, 3, 5]
     assert record["divergence_gaps"][2] is None and record["largest_ulps"] > record["limit_ulps"]
+
+
+# The device check
+
+
+@pytest.mark.parametrize("copied", [bfloat16_copy, int8_copy])
+@pytest.mark.parametrize("length", [1, 2, 5, 40])
+def test_a_sound_device_passes_with_a_prompt_of_any_length(copied, length):
+    model = copied(tiny_gpt2())
+    weights = [parameter.clone() for parameter in model.parameters()]
+    assert 0 < check_device(model, torch.arange(length)[None] % 40) < DEVICE_ERROR[torch.bfloat16]
+    assert all(torch.equal(a, b) and b.dtype == a.dtype for a, b in zip(weights, model.parameters(), strict=True))
+
+
+def test_a_tied_head_stays_tied_in_the_copy():
+    model = bfloat16_copy(tiny_llama(tie_word_embeddings=True))
+    reference = identity._float32_on_the_cpu(model)
+    assert reference.lm_head.weight is reference.model.embed_tokens.weight
+    assert {parameter.dtype for parameter in reference.parameters()} == {torch.float32}

@@ -16,6 +16,7 @@ from specdec.cache import CachedModel
 from specdec.drafters import ModelDrafter, PromptLookupDrafter
 from specdec.errors import InvariantError
 from specdec.generate import autoregressive_generate, speculative_generate
+from specdec.quantize import bfloat16_copy, int8_copy
 from specdec.verify import Verdict
 
 WINDOW = 8
@@ -304,3 +305,44 @@ def test_f07_the_check_itself_changes_nothing():
         for checked in (False, True)
     ]
     assert (results[0].new_tokens, results[0].stats) == (results[1].new_tokens, results[1].stats)
+
+
+@pytest.mark.parametrize("build", [tiny_gpt2, tiny_llama, tiny_mistral])
+@pytest.mark.parametrize("copied", [bfloat16_copy, int8_copy])
+def test_rounding_in_16_bits_is_no_fault(build, copied):
+    target = build()
+    for pair in ((target, copied(target)), (bfloat16_copy(target), copied(nearby(target, 0.05)))):
+        result = speculative_generate(
+            pair[0],
+            torch.tensor([[3, 1, 2]]),
+            drafter=ModelDrafter(pair[1]),
+            k=3,
+            max_new_tokens=40,
+            check_invariants=True,
+        )
+        assert result.stats.accepted > 0
+
+
+def test_a_fault_in_a_cache_of_16_bits_is_caught():
+    """A token that is not the text's, and entries that stand one position off."""
+    cached = CachedModel(bfloat16_copy(tiny_llama()))
+    cached.forward(torch.tensor([5, 6, 7, 8]))
+    cached.check(torch.tensor([5, 6, 7, 8]))
+    with pytest.raises(InvariantError, match=r"keys of layer 0 differ by .*allowed: 0\.3"):
+        cached.check(torch.tensor([5, 6, 9, 8]))
+    keys = cached._cache.layers[1].keys
+    cached._cache.layers[1].keys = keys.roll(1, -2)
+    with pytest.raises(InvariantError, match="keys of layer 1"):
+        cached.check(torch.tensor([5, 6, 7, 8]))
+
+
+@pytest.mark.parametrize("context", range(8, 20))
+def test_a_draft_whose_context_is_full_can_be_checked(context):
+    target = tiny_gpt2()
+    draft = copy.deepcopy(target)
+    draft.config.n_positions = context
+    draft.transformer.wpe = torch.nn.Embedding.from_pretrained(target.transformer.wpe.weight[:context])
+    prompt = torch.tensor([[1, 2, 3, 4, 5, 6, 7]])
+    options = {"k": 4, "max_new_tokens": 20}
+    checked = speculative_generate(target, prompt, drafter=ModelDrafter(draft), check_invariants=True, **options)
+    assert checked.new_tokens == speculative_generate(target, prompt, drafter=ModelDrafter(draft), **options).new_tokens

@@ -260,7 +260,7 @@ def test_both_verifiers_stand_side_by_side(study: Params) -> None:
     assert row["τ, token run"] == f"{token['mean_acceptance_length']:.2f}"
     assert row["τ, block run"] == f"{block['mean_acceptance_length']:.2f}" != row["τ, token run"]
     for verifier in ("token", "block"):
-        expected = (token["rounds"] + token[f"expected_accepted_{verifier}"]) / token["rounds"]
+        expected = token[f"expected_emitted_{verifier}"] / token["rounds"]
         assert row[f"expected / round, {verifier}"] == f"{expected:.3f}"
     gain = [f"{token[f'block_gain{end}']:.3f}" for end in ("", "_lo", "_hi")]
     assert row["gain by block verification"] == "{} [{}, {}]".format(*gain)
@@ -300,7 +300,7 @@ def test_gains_without_intervals_or_without_values(study: Params) -> None:
             fake_cells.without_intervals(path)
     told = section(text(), "Block verification")
     assert "1.015 [–]" in told and "The interval lies" not in told
-    unknown = dict.fromkeys(("block_gain", "expected_accepted_token", "expected_accepted_block"))
+    unknown = dict.fromkeys(("block_gain", "expected_emitted_token", "expected_emitted_block"))
     for pair in study.study.pairs:
         for t in study.study.temperature:
             fake_cells.edit(cells.sweep_temperature("fake", pair, t), **unknown)

@@ -112,3 +112,14 @@ def test_a03_a_value_out_of_range_is_refused_by_name(name, value):
     with pytest.raises(InputError, match=rf"{name} is .*allowed: ") as refusal:
         SamplingConfig(**{name: value})
     assert repr(value) in str(refusal.value)
+
+
+@pytest.mark.parametrize("row", [[0.0, math.nan, 1.0], [math.inf, 0.0, 1.0], [-math.inf] * 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_are_refused(row, temperature):
+    with pytest.raises(InputError, match="logits hold NaN or infinity"):
+        to_probs(torch.tensor([[0.0, 1.0, 2.0], row]), SamplingConfig(temperature))
+
+
+def test_impossible_tokens_are_none():
+    assert to_probs(torch.tensor([-math.inf, 2.0, -math.inf]), SamplingConfig(1.0)).tolist() == [0, 1, 0]

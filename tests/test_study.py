@@ -113,7 +113,7 @@ def test_a_local_model(tmp_path):
         (("study", "detail_pairs"), ["smollm2-135m_lookup"], 'study.detail_pairs[0] is "smollm2-135m_lookup", whose draft has'),
         (("study", "confidence", 0), 0, "study.confidence[0] is 0; allowed: probabilities written with a decimal point"),
         (("study", "confidence", 0), 1.5, "study.confidence[0] is 1.5; allowed: probabilities written with a decimal point"),
-        (("study", "identity_dtypes", 0), "int8", 'study.identity_dtypes[0] is "int8"; allowed: float32 or bfloat16 or fl'),
+        (("study", "identity_dtypes", 0), "float32", 'study.identity_dtypes[0] is "float32"; allowed: bfloat16 or fl'),
         (("decoding", "verifier"), "tree", 'decoding.verifier is "tree"; allowed: token or block.'),
         (("decoding", "top_p"), 0.0, "decoding.top_p is 0.0; allowed: null or numbers above 0 and up to 1."),
         (("decoding", "top_p"), 1.5, "decoding.top_p is 1.5; allowed: null or numbers above 0 and up to 1."),

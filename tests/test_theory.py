@@ -6,9 +6,10 @@ from laws import exact_law
 
 from specdec.errors import InputError
 from specdec.theory import (
+    accepted_at_least_by_block,
+    accepted_at_least_by_token,
     break_even_alpha,
-    expected_accepted_by_block,
-    expected_accepted_by_token,
+    expected_emitted,
     expected_tokens_per_round,
     iid_acceptance_length,
     optimal_k,
@@ -98,12 +99,17 @@ def test_what_is_no_probability_or_count_is_refused(alpha, k):
         expected_tokens_per_round(alpha, k)
 
 
-def test_expected_accepted_tokens_of_one_draft():
-    assert expected_accepted_by_token([0.5, 1.0, 0.2]) == pytest.approx(0.5 + 0.5 + 0.1)
-    assert expected_accepted_by_token([]) == expected_accepted_by_block([]) == 0
-    # The longest prefix that passes counts: P(3) = 0.2, P(>= 2) = 1, P(>= 1) = 1.
-    assert expected_accepted_by_block([0.5, 1.0, 0.2]) == pytest.approx(0.2 + 1 + 1)
-    assert expected_accepted_by_block([0.5, 0.0]) == pytest.approx(0.5)
+def test_expected_tokens_of_one_draft():
+    by_token, by_block = accepted_at_least_by_token([0.5, 1.0, 0.2]), accepted_at_least_by_block([0.5, 1.0, 0.2])
+    assert by_token == pytest.approx([0.5, 0.5, 0.1])
+    assert by_block == pytest.approx([1, 1, 0.2])  # the longest prefix that passes counts
+    assert accepted_at_least_by_block([0.5, 0.0]) == pytest.approx([0.5, 0])
+    assert accepted_at_least_by_token([]) == accepted_at_least_by_block([]) == []
+    assert expected_emitted(by_token, None) == pytest.approx(2.1)
+    assert expected_emitted(by_block, None) == pytest.approx(3.2)
+    # The second token ends the text: emitted are 1 token if the first is refused, else both and nothing behind them.
+    assert expected_emitted(by_token, 2) == pytest.approx(0.5 * 1 + 0.5 * 2)
+    assert expected_emitted([], None) == 1
 
 
 # What the geometric length assumes, with the verifier that ships
