@@ -1,13 +1,14 @@
 # make study     install into .venv, measure what is out of date, print the results
 # make measure   the same with every cell of the study measured anew on this machine
 # make test      linters, type checks and tests
-# make mutants   small faults put into specdec: does a test notice each? Half an hour; the answer is in notes/mutants.md
+# make coverage  lines and branches of specdec that the tests reach
+# make mutants   small faults put into specdec: does a test notice each? A quarter of an hour; see notes/mutants.md
 # make deps      after adding or removing an import: rewrite the lists of modules in dvc.yaml
 # make clean     remove .venv and caches; results and downloaded weights stay
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: study measure test mutants deps clean
+.PHONY: study measure test coverage mutants deps clean
 
 study: .venv/runtime
 	$(BIN)/python pipeline/run_study.py
@@ -19,7 +20,10 @@ test: .venv/development
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n logical --dist loadfile
+
+coverage: .venv/development
+	$(BIN)/python -m pytest -q -n logical --dist loadfile --cov specdec --cov-branch --ignore tests/test_pipeline.py
 
 mutants: .venv/mutants
 	$(BIN)/python tests/mutants.py

@@ -20,6 +20,19 @@ def toy_pair():
     return toy_target(0), toy_draft(0)
 
 
+# The tests run in several processes: each sends the deviations of its exact laws to the one that prints the summary.
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["deviations"] = laws.DEVIATIONS
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    laws.DEVIATIONS += getattr(node, "workeroutput", {}).get("deviations", [])
+
+
 def pytest_terminal_summary(terminalreporter):
     if laws.DEVIATIONS:
         terminalreporter.write_line(
