@@ -145,7 +145,7 @@ def block_verification(by_temperature: pd.DataFrame, toy_temperature: pd.DataFra
         measured(ax, part, "block_gain", looks[pair])
     for pair, part in _by_pair(toy_temperature, "temperature"):
         measured(ax, part, "block_gain", looks[pair])
-    ax.set(xscale="log", xlabel="temperature (T), log scale", ylabel="tokens per round, block / token verification")
+    ax.set(xscale="log", xlabel="temperature (T), log scale", ylabel="tokens per round, block / token")
     _ticks(ax, temperatures, log=True)
     legend(figure, looks, [_measured(both), _line("no gain", ":")])
     return figure

@@ -20,8 +20,8 @@ TIE_GAP = 5e-4  # in logits, float32; ten times the difference seen between kern
 NEAR_TIE_ULPS = 2.0
 # How far a device's logits may lie from the CPU's float32 ones, relative to their spread. Rounding is far below, another model
 # or a broken kernel near 1.
-_CHECKED_TOKENS = 16
 DEVICE_ERROR = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_CHECKED_TOKENS = 16  # a shorter prompt is repeated: of a few tokens alone rounding tells too much
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,7 @@ def check_device(model: PreTrainedModel, input_ids: Tensor) -> float:
     """
     if model.device.type == "cpu" and model.dtype == torch.float32:
         return 0.0
-    text = input_ids.cpu().repeat(
-        1, -(-_CHECKED_TOKENS // input_ids.shape[1])
-    )  # of a few tokens alone rounding tells too much
+    text = input_ids.cpu().repeat(1, -(-_CHECKED_TOKENS // input_ids.shape[1]))
     expected = _float32_on_the_cpu(model)(text).logits[0, 1:].double()
     logits = model(text.to(model.device)).logits[0, 1:].cpu().double()
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
