@@ -28,28 +28,32 @@ Column = tuple[str, Callable[[Row], str]]  # the heading, and the text for a row
 READING = (
     "α = accepted / tested draft tokens; acceptance rate = accepted / proposed, which falls with k even where α does not; τ = "
     "tokens per target forward. Speeds are of decoding alone, without the pass over the prompt. The speed-up is over our own "
-    "plain decoding with the same kernels; predicted = τ / (kc + v); in brackets, 95 % intervals over prompts."
+    "plain decoding with the same kernels; predicted = τ / (k̄c + v), k̄ the tokens drafted per round on average, fewer than k in "
+    "last rounds and where lookup finds nothing; in brackets, 95 % intervals over prompts."
 )
 ATTRIBUTION = (
-    "measured = ideal × i.i.d. × verification × overhead. The ideal is Leviathan's (1 − α^(k+1)) / ((1 − α)(kc + 1)), where "
+    "measured = ideal × i.i.d. × verification × overhead. The ideal is Leviathan's: the mean over rounds of "
+    "(1 − α^(k_r+1)) / (1 − α), divided by k̄c + 1, where k_r is what round r drafted and k̄ its mean. There "
     "tokens are accepted independently and a verification costs no more than one step. The first two factors are what these two "
     "assumptions make of it, the third is everything else. c = T_draft(1) / T_target(1), v = T_target(k+1) / T_target(1)."
 )
 BASELINES = (
     "Noise is our own plain decoding timed against itself: as far as the ends of its interval lie from 1, any ratio here may lie "
-    "from the truth, so that only one that lies farther from 1 is called faster or slower. End "
-    "to end includes the pass over the prompt. HF output equal: prompts whose greedy output from HF generate is that of our own "
-    "plain decoding."
+    "from the truth. Faster or slower is said only where a ratio lies farther from 1 than that, and its own interval leaves "
+    "out 1. End to end includes the pass over the prompt. HF output equal: prompts whose greedy output from HF generate is that "
+    "of our own plain decoding."
 )
 BLOCK = (
     "Token verification (Leviathan et al. 2023) tests one draft token after another, block verification (Sun et al. 2024) the "
     "draft as a whole. Expected / round: the tokens that each rule emits on the drafts of the sweep over "
     "temperatures, averaged over its own draws. So the gain, the ratio of the two, compares "
-    "both rules on the same drafts, whereas the two τ are of runs with other drafts and draws, and differ by chance as well."
+    "both rules on the same drafts, whereas the two τ are of runs with other drafts and draws, and differ by chance as well. "
+    "–: not run, for only the pairs of detail_pairs are also decoded by the other rule."
 )
 CONFIDENCE = (
     "A draft of at most k tokens ends behind a token that the draft model gives less than the threshold; 0 never ends one. "
-    "Each drafted token costs a step of the draft, and each round, which yields τ tokens, a pass of the target."
+    "Each drafted token costs a step of the draft, and each round, which yields τ tokens, a pass of the target; whether stopping "
+    "pays depends on c and v, and was not timed."
 )
 IDENTITY = (
     "Greedy speculative against greedy plain decoding. An ulp is a unit in the last place of the largest logit. Where two texts "

@@ -82,9 +82,10 @@ def verify_tokens(draft_tokens: Sequence[int], p: Tensor, q: Tensor | None, choo
 def verify_block(draft_tokens: Sequence[int], p: Tensor, q: Tensor | None, chooser: Chooser) -> Verdict:
     """Accept the longest prefix that passes as a whole, and draw the token that follows it (Sun et al. 2024).
 
-    Never accepts less in expectation than `verify_tokens`, and in fact the most that any lossless rule can with one draft:
-    where a token's ratio p / q is above 1, the surplus carries over to the tokens behind it. Greedy laws leave no surplus, so
-    both rules agree at temperature 0, and likewise for deterministic drafts. Arguments and errors as for `verify_tokens`.
+    Never accepts less in expectation than `verify_tokens`, and in fact the most that any lossless rule can that leaves later
+    rounds as they are: where a token's ratio p / q is above 1, the surplus carries over to the tokens behind it. Greedy laws
+    leave no surplus, so both rules agree at temperature 0, and likewise for deterministic drafts. Arguments and errors as for
+    `verify_tokens`.
 
     A failed test does not end the round: a longer prefix may still pass, and the longest one counts. `overlaps` covers the
     accepted tokens and the first one behind them; its mean is no longer the rate at which they are accepted.

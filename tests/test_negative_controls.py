@@ -405,5 +405,8 @@ def test_a_snippet_that_is_not_there_is_refused():
 
 if __name__ == "__main__":
     print("| Mistake | Total variation distance |\n|---|---|")
-    for each in CONTROLS + HARMLESS:
-        print(f"| {each.name} | {each.measured():.3g} |", flush=True)
+    for each in CONTROLS:
+        print(f"| {each.name.replace('|', chr(92) + '|')} | {each.measured():.3g} |", flush=True)
+    print("\n| Harmless variant | Total variation distance |\n|---|---|")
+    for each in HARMLESS:
+        print(f"| {each.name} | {'below 1e-12' if each.measured() < 1e-12 else 'NOT HARMLESS'} |", flush=True)
