@@ -29,6 +29,7 @@ from pipeline.timed import Setting, TextPrompt, compare
 from pipeline.weights import load_pair
 from specdec.drafters import Drafter, ModelDrafter
 from specdec.identity import check_device
+from specdec.memory import SPREAD, Placement
 from specdec.models import count_parameters, random_prompt, resolve_device, resolve_dtype, toy_draft, toy_target
 from specdec.sampling import SamplingConfig
 
@@ -113,9 +114,10 @@ def toy_cell(params: Params) -> dict[str, Any]:
 
 def hf_cell(params: Params, pair_name: str, k: int) -> dict[str, Any]:
     pair = pair_spec(params, pair_name)
-    device, dtype = resolve_device(params.timing.device), resolve_dtype(params.timing.dtype)
+    device, dtype = options.placement(pair.device or params.timing.device), resolve_dtype(params.timing.dtype)
     names = {"study": params.study.name, "pair": pair_name}
-    bench = hf_bench(names, pair, params, params.study.prompts_per_category, device, dtype)
+    per_category, manifest = params.study.prompts_per_category, cells.manifest(pair_name)
+    bench = hf_bench(names, pair, params, per_category, device, dtype, manifest=manifest)
     sampling = SamplingConfig(params.decoding.temperature, params.decoding.top_k, params.decoding.top_p)
     setting = Setting(
         k,
@@ -132,13 +134,15 @@ def hf_cell(params: Params, pair_name: str, k: int) -> dict[str, Any]:
 
 def alone(params: Params, args: argparse.Namespace) -> dict[str, Any]:
     sampling = SamplingConfig(args.temperature, args.top_k, args.top_p)
-    device, dtype = resolve_device(args.device), resolve_dtype(args.dtype)
+    dtype = resolve_dtype(args.dtype)
     if args.backend == "toy":
+        device = resolve_device(args.device)
         bench = toy_bench(device, dtype, params.toy.prompt_tokens, args.seed, args.confidence)
     else:
         pair = Pair.model_construct(target=args.target, draft=args.draft)  # unlike in params.yaml, folders are allowed
         names = {"study": None, "pair": f"{args.target} + {args.draft}"}
-        bench = hf_bench(names, pair, params, args.prompts_per_category, device, dtype, args.confidence)
+        placed = options.placement(args.device)
+        bench = hf_bench(names, pair, params, args.prompts_per_category, placed, dtype, args.confidence)
     warmup, verifier = 1, args.verifier
     setting = Setting(args.k, sampling, args.max_new_tokens, bench.end_tokens, args.seed, args.runs, warmup, verifier)
     return measure(args.backend, bench, setting)
@@ -153,6 +157,7 @@ def toy_bench(
         for i in range(TOY_PROMPTS)
     ]
     names = {"study": None, "pair": "toy", "target": "toy-target", "draft": "toy-draft"}
+    names |= {"target_revision": None, "draft_revision": None}
     return Bench(names, target, ModelDrafter(draft, confidence), count_parameters(draft), prompts, [])
 
 
@@ -161,14 +166,18 @@ def hf_bench(
     pair: Pair,
     params: Params,
     per_category: int,
-    device: torch.device,
+    device: Placement,
     dtype: torch.dtype,
     confidence: float = 0.0,
+    manifest: Path | None = None,
 ) -> Bench:
     chosen = select_prompts(load_prompts(params.prompts.file), params.prompts.categories, per_category)
-    loaded = load_pair(pair, params.models, device=device, dtype=dtype, confidence_threshold=confidence)
+    loaded = load_pair(
+        pair, params.models, device=device, dtype=dtype, confidence_threshold=confidence, manifest=manifest
+    )
     prompts = [TextPrompt(p.question_id, p.category, encode_prompt(loaded.tokenizer, p)) for p in chosen]
     names = {**names, "target": pair.target, "draft": pair.draft}
+    names |= {"target_revision": loaded.target_revision, "draft_revision": loaded.draft_revision}
     return Bench(names, loaded.target, loaded.drafter, loaded.draft_parameters, prompts, loaded.end_tokens)
 
 
@@ -191,7 +200,7 @@ def measure(backend: str, bench: Bench, setting: Setting) -> dict[str, Any]:
         "seed": setting.seed,
         "max_new_tokens": setting.max_new_tokens,
         "runs": setting.runs,
-        "device": bench.target.device.type,
+        "device": SPREAD if is_spread(bench.target) else bench.target.device.type,
         **device_errors,
         "dtype": str(bench.target.dtype).removeprefix("torch."),
         "draft_dtype": draft_dtype(bench.drafter),
@@ -208,18 +217,25 @@ def measure(backend: str, bench: Bench, setting: Setting) -> dict[str, Any]:
     }
 
 
+def is_spread(model: PreTrainedModel) -> bool:
+    return hasattr(model, "hf_device_map")
+
+
 def device_logit_errors(bench: Bench) -> dict[str, float | None]:
     """How far the logits of both models lie from the CPU's float32 ones; where the target is those, nothing is copied.
+
+    None for a model that is spread over several devices: it may be larger than the main memory.
 
     Raises:
         InputError: too far. A wrong target gives garbage at a fine speed; a wrong draft gives a wrong α and speed-up.
     """
     ids = bench.prompts[0].input_ids
+    spread = is_spread(bench.target)
     draft = bench.drafter.model if isinstance(bench.drafter, ModelDrafter) else None
     if bench.target.device.type == "cpu" and bench.target.dtype == torch.float32:
         return {"device_logit_error": 0.0, "draft_device_logit_error": None}
     return {
-        "device_logit_error": check_device(bench.target, ids),
+        "device_logit_error": None if spread else check_device(bench.target, ids),
         "draft_device_logit_error": None if draft is None else check_device(draft, ids),
     }
 
@@ -230,9 +246,9 @@ def draft_dtype(drafter: Drafter) -> str | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process held: on the device for cuda, else in main memory, the check of the device included."""
+    """The most memory that this process held: on the GPUs for cuda, else in main memory, the check of the device included."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
     kib_or_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return kib_or_bytes if sys.platform == "darwin" else kib_or_bytes * 1024
 
@@ -254,16 +270,15 @@ def render(record: dict[str, Any]) -> str:
     dtypes = record["dtype"]
     if record["draft_dtype"] not in (None, record["dtype"]):
         dtypes += f" (draft: {record['draft_dtype']})"
+    threshold = record["confidence_threshold"]
+    stopped = f", stopped below a confidence of {threshold:g}" if threshold > 0 else ""
     rows = [
         ("target", f"{record['target']} ({record['target_parameters']:,} parameters)"),
         ("draft", f"{record['draft']} ({draft_size})"),
         ("backend", f"{record['backend']}, {record['device']}, {dtypes}, CPU threads: {record['threads']}"),
         ("decoding", f"k = {record['k']}, {sampling}, {record['prompts']} prompts, {record['new_tokens']} new tokens"),
         ("verifier", record["verifier"]),
-        (
-            "drafted per round",
-            f"{number('mean_drafted_per_round', 2)}, stopped below {record['confidence_threshold']:g}",
-        ),
+        ("drafted per round", number("mean_drafted_per_round", 2) + stopped),
         ("alpha, accepted / tested", interval("alpha")),
         ("alpha, mean overlap of p and q", interval("alpha_overlap")),
         ("acceptance rate, accepted / proposed", interval("draft_acceptance_rate")),

@@ -18,7 +18,7 @@ from pipeline.prompts import encode_conversation
 from pipeline.study import Pair, load_params
 from pipeline.weights import load_pair
 from specdec.generate import GenerationResult, RoundTokens, TokenKind, speculative_generate
-from specdec.models import resolve_device, resolve_dtype
+from specdec.models import resolve_dtype
 
 # ANSI colours on a terminal; elsewhere marks around the tokens that the target itself wrote
 _COLOURS: dict[TokenKind, str] = {"accepted": "\033[32m", "corrected": "\033[31m", "bonus": "\033[34m"}
@@ -34,7 +34,7 @@ def main() -> None:
     params = load_params()
     target, draft = args.target or options.DEFAULT_TARGET, args.draft or options.DEFAULT_DRAFT
     pair = Pair.model_construct(target=target, draft=draft)  # unlike in params.yaml, folders are allowed
-    device, dtype = resolve_device(args.device), resolve_dtype(args.dtype)
+    device, dtype = options.placement(args.device), resolve_dtype(args.dtype)
     loaded = load_pair(pair, params.models, device=device, dtype=dtype, confidence_threshold=args.confidence)
     printer = RoundPrinter(loaded.tokenizer, sys.stdout)
     result = speculative_generate(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pipeline import cli
-from pipeline.cells import write_json
-from pipeline.study import RESERVED_DRAFTS, load_params, pair_spec
-from pipeline.weights import describe, ensure_model, load_pair
+from pipeline.cells import read_json, write_json
+from pipeline.study import RESERVED_DRAFTS, HubModel, load_params, pair_spec
+from pipeline.weights import describe, fetch_model, load_pair, pinned
 
 
 def main() -> None:
@@ -26,15 +27,19 @@ def main() -> None:
     args = parser.parse_args()
     params = load_params()
     pair = pair_spec(params, args.pair)
-    manifest = {
-        role: {"name": name}
-        if name in RESERVED_DRAFTS
-        else {"name": name, **describe(ensure_model(name, params.models[name]))}
-        for role, name in (("target", pair.target), ("draft", pair.draft))
-    }
+    # What another pair's manifest says of a branch holds for this one too.
+    manifests = [path for path in (args.out, *sorted(args.out.parent.glob("*.json"))) if path.exists()]
+    models = pinned(params.models, *map(read_json, manifests))
+    manifest: dict[str, dict[str, Any]] = {}
+    for role, name in (("target", pair.target), ("draft", pair.draft)):
+        manifest[role] = {"name": name}
+        if name not in RESERVED_DRAFTS:
+            manifest[role] |= describe(*fetch_model(name, models[name]))
+        if isinstance(params.models.get(name), HubModel):
+            manifest[role]["source"] = params.models[name].model_dump()  # with the branch that was asked for
     if pair.draft not in RESERVED_DRAFTS:
         # A draft that does not fit must stop here: DVC deletes the results of the cells behind before it runs them.
-        load_pair(pair, params.models, device=torch.device("cpu"), dtype=torch.float32)
+        load_pair(pair, models, device=torch.device("cpu"), dtype=torch.float32)
     write_json(args.out, {"pair": args.pair, **manifest})
 
 

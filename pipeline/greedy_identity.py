@@ -41,7 +41,8 @@ def measure(params: Params, pair_name: str, dtype: str) -> dict[str, Any]:
     chosen = select_prompts(
         load_prompts(params.prompts.file), params.prompts.categories, params.study.prompts_per_category
     )
-    loaded = load_pair(pair, params.models, device=torch.device("cpu"), dtype=resolve_dtype(dtype))
+    cpu, manifest = torch.device("cpu"), cells.manifest(pair_name)
+    loaded = load_pair(pair, params.models, device=cpu, dtype=resolve_dtype(dtype), manifest=manifest)
     prompts = [encode_prompt(loaded.tokenizer, prompt) for prompt in chosen]
     device_error = check_device(loaded.target, prompts[0])
     rows = []

@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -31,21 +32,33 @@ def main() -> None:
     ).parse_args()
     params = load_params()
     select_prompts(load_prompts(params.prompts.file), params.prompts.categories, params.study.prompts_per_category)
-    cells.write_json(cells.HARDWARE, describe(params.timing.device, params.timing.threads))
+    pair_devices = {f"pairs.{name}.device": params.pairs[name].device for name in params.study.pairs}
+    check_devices({"timing.device": params.timing.device, **pair_devices})
+    cells.write_json(cells.HARDWARE, describe(params.timing.threads))
 
 
-def describe(device: str, threads: int | None) -> dict[str, Any]:
+def check_devices(asked: Mapping[str, str | None]) -> None:
+    """
+    Args:
+        asked: device names by their keys in params.yaml.
+
+    Raises:
+        InputError: one of them is not here.
+    """
+    here = ("auto", "cpu", "spread", *accelerators())
+    for key, device in asked.items():
+        if device is not None and device not in here:
+            raise InputError(
+                f"params.yaml: {key} is {device}, which is not on this machine; allowed: {', '.join(here)}."
+            )
+
+
+def describe(threads: int | None) -> dict[str, Any]:
     """The record: `fingerprint`, and beside it what is worth knowing but does not call for new times.
 
     `cores` are the logical processors that this process may use, `threads` what a timed run uses of them.
-
-    Raises:
-        InputError: params.yaml asks for a device that is not here.
     """
     devices = accelerators()
-    if device not in ("auto", "cpu", *devices):
-        here = ", ".join(["auto", "cpu", *devices])
-        raise InputError(f"params.yaml: timing.device is {device}, which is not on this machine; allowed: {here}.")
     return {
         "fingerprint": {
             "cpu": cpu_name(),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from pipeline.study import DEVICES
+from specdec.memory import SPREAD, Placement
+from specdec.models import resolve_device
 from specdec.sampling import SamplingConfig
 from specdec.verify import VERIFIERS
 
@@ -12,10 +15,9 @@ DEFAULT_TARGET, DEFAULT_DRAFT = "smollm2-135m", "int8"
 
 def add_decoding_options(parser: argparse.ArgumentParser) -> None:
     """Add the options; a target or draft that is not given is None."""
-    parser.add_argument("--target", help=f"a model of params.yaml, or a local folder (default: {DEFAULT_TARGET})")
-    parser.add_argument(
-        "--draft", help=f"a model of params.yaml, a local folder, int8, bf16 or lookup (default: {DEFAULT_DRAFT})"
-    )
+    kinds = "a model of params.yaml, a local folder, organisation/name@revision on the hub"
+    parser.add_argument("--target", help=f"{kinds} (default: {DEFAULT_TARGET})")
+    parser.add_argument("--draft", help=f"{kinds}, int8, bf16 or lookup (default: {DEFAULT_DRAFT})")
     parser.add_argument("--k", type=int, default=4, help="draft tokens per round (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="(default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
@@ -30,11 +32,19 @@ def add_decoding_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument(
-        "--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="(default: %(default)s)"
+        "--device",
+        default="auto",
+        choices=list(DEVICES),
+        help="auto is the first one here of cuda, mps, cpu; spread lays a large target over all (default: %(default)s)",
     )
     parser.add_argument(
         "--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="(default: %(default)s)"
     )
+
+
+def placement(device: str) -> Placement:
+    """What `load_pair` calls the device of that name in params.yaml or on a command line."""
+    return SPREAD if device == SPREAD else resolve_device(device)
 
 
 def check_decoding_options(parser: argparse.ArgumentParser, args: argparse.Namespace, least_k: int) -> None:

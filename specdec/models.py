@@ -6,6 +6,7 @@ turn a float32 result into something else without a word.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
@@ -25,8 +27,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from specdec.errors import InputError
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from specdec.memory import DTYPES, SPREAD, Placement, require_memory
 
 # The toy pair. Each token has one successor, and the head's row of the successor is the token's own embedding: its logit stands
 # out by the embedding's share in the residual stream, while attention and MLPs make the other logits a noise that depends on the
@@ -105,27 +106,31 @@ def random_prompt(model: PreTrainedModel, length: int, generator: torch.Generato
     return torch.randint(vocabulary_size(model), (1, length), generator=generator)
 
 
-def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_model(path: str | Path, *, dtype: torch.dtype, device: Placement) -> PreTrainedModel:
     """Load a causal language model from a local folder, in eval mode. No network, no pickle, no code from the checkpoint.
 
     Args:
         path: a folder with config.json and model.safetensors (or its shards and their index).
         dtype: of all weights, whatever config.json says.
+        device: "spread" lays the layers out over all GPUs and then main memory (accelerate's `device_map="auto"`); such a model
+            stays where it is, and cannot be copied or moved.
 
     Raises:
-        InputError: the folder or a file is missing or broken, or the weights are not exactly those that config.json calls for
-            (transformers would fill in random ones and only warn).
+        InputError: the device cannot run the dtype or has no room for the weights; the folder or a file is missing or broken; or
+            the weights are not exactly those that config.json calls for (transformers would fill in random ones and only warn).
     """
+    check_runs(device, dtype)
     path = Path(path)
-    if not path.is_dir():
-        raise InputError(f"{path} is not a folder; allowed: a folder with config.json and model.safetensors.")
-    if not (path / "config.json").is_file():
-        raise InputError(f"{path} has no config.json; allowed: a folder as `save_pretrained` writes it.")
+    _check_files(path)
+    parameters = _count_before_loading(path)
+    if parameters is not None:
+        require_memory(f"The model {path}", parameters, dtype, device)
     try:
         with quiet_transformers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype,
+                device_map="auto" if device == SPREAD else None,
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -133,14 +138,53 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device) ->
                 output_loading_info=True,
             )
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise InputError(f"{path} cannot be loaded as a causal language model: {reason}.") from None
+        raise InputError(f"{path} cannot be loaded as a causal language model: {_reason(error)}.") from None
     model, info = loaded
     for kind in ("missing", "unexpected", "mismatched"):
         if keys := sorted(str(key) for key in info[f"{kind}_keys"]):
             more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
             raise InputError(f"{path}: the weights do not fit config.json ({kind}: {keys[0]}{more}).")
-    return model.to(device).eval()
+    if isinstance(device, torch.device):
+        return model.to(device).eval()
+    # From the disk every token would read them anew; tokens go to the device of the embedding, so it must be on one.
+    if "disk" in getattr(model, "hf_device_map", {}).values() or model.device.type == "meta":
+        raise InputError(
+            f"{path} does not fit when spread: layers are left for the disk, or the embedding for no device; allowed: GPUs and "
+            "main memory that hold them all."
+        )
+    return model.eval()
+
+
+def _check_files(path: Path) -> None:
+    if not path.is_dir():
+        raise InputError(f"{path} is not a folder; allowed: a folder with config.json and model.safetensors.")
+    if not (path / "config.json").is_file():
+        raise InputError(f"{path} has no config.json; allowed: a folder as `save_pretrained` writes it.")
+    index = path / "model.safetensors.index.json"
+    if index.is_file() and not (path / "model.safetensors").is_file():
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise InputError(f"{index} is broken; allowed: an index as `save_pretrained` writes it.") from None
+        if absent := sorted(str(shard) for shard in shards if not (path / str(shard)).is_file()):
+            raise InputError(f"{path} has no {absent[0]}; allowed: all {len(shards)} files that {index.name} lists.")
+
+
+def _count_before_loading(path: Path) -> int | None:
+    """Parameters that config.json calls for, tied ones counted once; None if it cannot be told.
+
+    The model is built without memory for its weights, so that nothing is read and no random number drawn.
+    """
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            return count_parameters(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+    except Exception:  # whatever is wrong with the configuration, loading says it better
+        return None
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 @contextmanager
@@ -196,6 +240,36 @@ def resolve_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def check_runs(device: Placement, dtype: torch.dtype) -> None:
+    """Refuse a dtype that the device has no kernels for, before a model is loaded in it. Takes milliseconds.
+
+    Raises:
+        InputError: naming what the device can do.
+    """
+    device = device if isinstance(device, torch.device) else resolve_device("auto")  # where spread layers run
+    reason = _why_not(device, dtype)
+    if reason is None:
+        return
+    others = [name for name, other in DTYPES.items() if other != dtype and _why_not(device, other) is None]
+    allowed = f"{', '.join(others)} there, or another device" if others else "another device"
+    raise InputError(
+        f"{str(dtype).removeprefix('torch.')} does not run on the device {device} ({reason}); allowed: {allowed}."
+    )
+
+
+@torch.inference_mode()
+def _why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a tiny layer of each kind that a language model has does not run; None if it does."""
+    try:
+        weight = torch.ones(8, 8, dtype=dtype, device=device)
+        rows = torch.nn.functional.embedding(torch.zeros(4, dtype=torch.int64, device=device), weight)
+        rows = torch.nn.functional.layer_norm(rows, (8,))
+        torch.matmul(rows, weight).softmax(dim=-1).float().cpu()
+    except (RuntimeError, TypeError, AssertionError) as error:  # assertion: a torch that was built without this device
+        return _reason(error)
+    return None
+
+
 def check_pair(
     target: PreTrainedModel,
     draft: PreTrainedModel,
@@ -205,25 +279,34 @@ def check_pair(
     """Refuse a draft whose token ids do not mean what the target's mean.
 
     Such a pair runs without an error and only looks useless, since hardly a token is accepted. Vocabularies are compared by
-    content; where the files lie plays no role. Special tokens must agree too.
+    content; where the files lie plays no role. Special tokens must agree too. Models may pad one vocabulary to different sizes,
+    as long as both have every token that the tokenizers know.
 
     Raises:
         InputError: naming what differs, on both sides.
     """
-    if vocabulary_size(target) != vocabulary_size(draft):
-        raise InputError(
-            f"The target has a vocabulary of {vocabulary_size(target)} tokens and the draft one of {vocabulary_size(draft)}; "
-            "allowed: equal vocabularies."
-        )
+    size, draft_size = vocabulary_size(target), vocabulary_size(draft)
+    sizes = f"The target has a vocabulary of {size} tokens and the draft one of {draft_size}"
     if target_tokenizer is None or draft_tokenizer is None:
+        if size != draft_size:
+            raise InputError(f"{sizes}; allowed: equal vocabularies, or tokenizers that tell what the two share.")
         return
     words, draft_words = ({i: w for w, i in t.get_vocab().items()} for t in (target_tokenizer, draft_tokenizer))
-    for index in sorted(words.keys() | draft_words.keys()):
-        if words.get(index) != draft_words.get(index):
-            raise InputError(
-                f"Token {index} is {words.get(index)!r} to the target and {draft_words.get(index)!r} to the draft; "
-                "allowed: two models with one vocabulary."
-            )
+    unlike = [i for i in sorted(words.keys() | draft_words.keys()) if words.get(i) != draft_words.get(i)]
+    fault = f"token {max(words, default=0)} is known to both tokenizers"
+    if unlike:
+        fault = f"token {unlike[0]} is {words.get(unlike[0])!r} to the target and {draft_words.get(unlike[0])!r} to the draft"
+    if size != draft_size and (unlike or max(words, default=0) >= min(size, draft_size)):
+        raise InputError(
+            f"{sizes}, and {fault}; allowed: equal vocabularies, or one tokenizer for both whose tokens all lie below "
+            f"{min(size, draft_size)}."
+        )
+    if unlike:
+        raise InputError(f"{fault.replace('token', 'Token', 1)}; allowed: two models with one vocabulary.")
+    _check_special_tokens(target_tokenizer, draft_tokenizer)
+
+
+def _check_special_tokens(target_tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase) -> None:
     specials, draft_specials = target_tokenizer.special_tokens_map, draft_tokenizer.special_tokens_map
     for name in sorted(specials.keys() | draft_specials.keys()):
         if specials.get(name) != draft_specials.get(name):

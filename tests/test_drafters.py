@@ -4,11 +4,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stand_ins import ScriptedModel, random_table, tiny_gpt2, tiny_llama, tiny_mistral
+from stand_ins import ScriptedModel, Spy, nearby, random_table, tiny_gpt2, tiny_llama, tiny_mistral
 
+from specdec import drafters
 from specdec.chance import GeneratorChooser
 from specdec.drafters import Draft, ModelDrafter, PromptLookupDrafter
 from specdec.errors import InputError
+from specdec.generate import autoregressive_generate, speculative_generate
 from specdec.sampling import SamplingConfig, to_probs
 
 DRAFTERS = {
@@ -17,6 +19,8 @@ DRAFTERS = {
     "sliding window": lambda: ModelDrafter(tiny_mistral(window=8)),
     "scripted": lambda: ModelDrafter(ScriptedModel(random_table(40, 0))),
     "short context": lambda: ModelDrafter(tiny_gpt2(context=20)),
+    "smaller vocabulary": lambda: ModelDrafter(tiny_llama(vocab_size=32), vocabulary=40),
+    "larger vocabulary": lambda: ModelDrafter(tiny_llama(vocab_size=48), vocabulary=40),
     "lookup": lambda: PromptLookupDrafter(),
     "lookup of one token": lambda: PromptLookupDrafter(max_ngram=1),
 }
@@ -123,6 +127,113 @@ def test_where_its_context_ends_a_model_proposes_no_more(length, proposed):
         drafter = begun(ModelDrafter(tiny_gpt2(context=8)), context[:begin_with])
         assert len(drafter.propose(context, 3, seeded(0)).tokens) == proposed
         drafter.rollback(length)
+
+
+@pytest.mark.parametrize(("sampling", "softmaxes"), [(SamplingConfig(1.0), 1), (SamplingConfig(0.7), 2), (GREEDY, 2)])
+def test_the_confidence_is_the_models_own_softmax_and_computed_once(monkeypatch, sampling, softmaxes):
+    model, context, calls = tiny_gpt2(), torch.tensor([3, 1, 2]), []
+    monkeypatch.setattr(drafters, "to_probs", lambda *arguments: calls.append(arguments) or to_probs(*arguments))
+    with torch.inference_mode():
+        own = model(context[None]).logits[0, -1].softmax(dim=-1)
+    (token,) = begun(ModelDrafter(model, 1.0), context, sampling).propose(context, 3, seeded(0)).tokens
+    assert len(calls) == softmaxes
+    for threshold, proposed in ((float(own[token]) - 1e-4, 2), (float(own[token]) + 1e-4, 1)):
+        drafter = begun(ModelDrafter(model, threshold), context, sampling)
+        assert len(drafter.propose(context, 2, seeded(0)).tokens) == proposed
+
+
+# A model whose vocabulary is padded to another size than the target's
+
+
+def resized(model, vocabulary):
+    """The same Llama with the last ids cut off, or with random new ones."""
+    other = tiny_llama(9, vocab_size=vocabulary)
+    for name, weight in other.state_dict().items():
+        source = model.state_dict()[name]
+        rows = min(len(weight), len(source))
+        weight[:rows] = source[:rows]
+    return other
+
+
+@pytest.mark.parametrize(("size", "of_draft"), [(40, 48), (48, 40)])
+@pytest.mark.parametrize("verify", ["token", "block"])
+def test_a09_a_draft_with_a_padded_vocabulary_decodes_greedily_what_the_target_does(size, of_draft, verify):
+    target = tiny_llama(vocab_size=size)
+    spy = Spy(ModelDrafter(resized(nearby(target, 0.1), of_draft), vocabulary=size))
+    prompt = torch.tensor([[5, 3, size - 1, 7]])
+    options = {"drafter": spy, "k": 3, "max_new_tokens": 60, "verify": verify, "check_invariants": True}
+    result = speculative_generate(target, prompt, **options)
+    assert result.new_tokens == autoregressive_generate(target, prompt, max_new_tokens=60).new_tokens
+    assert result.stats.accepted > 10
+    assert all(token < 40 for draft in spy.drafts for token in draft.tokens)
+    assert all(draft.probs.shape[1] == size for draft in spy.drafts)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a09_ids_that_only_the_target_has_are_read_as_the_drafts_last_one(temperature):
+    target, draft = tiny_llama(vocab_size=48), tiny_llama(1, vocab_size=40)
+    with torch.no_grad():
+        target.lm_head.weight[40:] += target.lm_head.weight[40:].sign() * 2  # often far from the others
+    drafter = ModelDrafter(draft, vocabulary=48)
+    options = {"max_new_tokens": 60, "temperature": temperature, "generator": torch.Generator().manual_seed(0)}
+    result = speculative_generate(
+        target, torch.tensor([[47, 3, 41]]), drafter=drafter, k=3, check_invariants=True, **options
+    )
+    assert sum(token >= 40 for token in result.new_tokens) > 10
+    read = torch.tensor([1, 39, 2])  # for 1, 45, 2
+    laws = [
+        begun(ModelDrafter(draft, vocabulary=48), text).propose(text, 1, seeded(0)).probs
+        for text in (read, torch.tensor([1, 45, 2]))
+    ]
+    assert torch.equal(*laws)
+
+
+def test_without_a_vocabulary_laws_have_the_shape_of_the_drafts_own():
+    context = torch.tensor([1, 2])
+    assert begun(ModelDrafter(tiny_gpt2()), context).propose(context, 1, seeded(0)).probs.shape == (1, 40)
+
+
+@pytest.mark.parametrize("vocabulary", [0, -1, 2.0, True, "40"])
+def test_a_vocabulary_that_is_no_size_is_refused(vocabulary):
+    with pytest.raises(InputError, match=f"vocabulary is {vocabulary!r}; allowed: an integer"):
+        ModelDrafter(tiny_gpt2(), vocabulary=vocabulary)
+
+
+# The ends of the contexts, where learned positions end
+
+
+@pytest.mark.parametrize("prompt_length", [1, 8, 15, 16, 17, 30])
+@pytest.mark.parametrize("k", [1, 4])
+def test_context_a_draft_with_a_shorter_context_than_the_target_stops_proposing_there(k, prompt_length):
+    target = tiny_gpt2(context=64)
+    draft = nearby(target, 0.05)
+    draft.transformer.wpe.weight.data = draft.transformer.wpe.weight.data[:16]  # position 16 is an IndexError
+    draft.config.n_positions = 16
+    spy = Spy(ModelDrafter(draft))
+    prompt = torch.arange(prompt_length)[None] % 7
+    options = {"max_new_tokens": 64 - prompt_length}
+    result = speculative_generate(target, prompt, drafter=spy, k=k, check_invariants=True, **options)
+    assert result.new_tokens == autoregressive_generate(target, prompt, **options).new_tokens
+    for (context, _), proposal in zip(spy.asked, spy.drafts, strict=True):
+        assert len(proposal.tokens) <= max(0, 17 - len(context))  # the last token proposed need not be fed
+    assert (result.stats.proposed > 0) == (prompt_length < 17)
+
+
+@pytest.mark.parametrize("of_draft", [8, 24, 64])
+@pytest.mark.parametrize("prompt_length", [1, 9, 23])
+@pytest.mark.parametrize("k", [1, 4])
+def test_context_of_the_target_can_be_filled_exactly_and_one_token_more_is_refused(k, prompt_length, of_draft):
+    target, drafter = tiny_gpt2(context=24), ModelDrafter(tiny_gpt2(context=of_draft))
+    prompt = torch.arange(prompt_length)[None] % 7
+    room = 24 - prompt_length
+    result = speculative_generate(target, prompt, drafter=drafter, k=k, max_new_tokens=room, check_invariants=True)
+    assert result.sequences.shape == (1, 24)
+    assert result.new_tokens == autoregressive_generate(target, prompt, max_new_tokens=room).new_tokens
+    message = f"prompt of {prompt_length} tokens and max_new_tokens={room + 1} exceed the target's context; allowed: 24"
+    with pytest.raises(InputError, match=message):
+        speculative_generate(target, prompt, drafter=drafter, k=k, max_new_tokens=room + 1)
+    with pytest.raises(InputError, match=message):
+        autoregressive_generate(target, prompt, max_new_tokens=room + 1)
 
 
 # Prompt lookup

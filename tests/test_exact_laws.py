@@ -199,6 +199,33 @@ def test_f10_a_draft_that_stops_over_many_rounds():
     assert_the_loop_is_lossless(scripted(0, 2), drafter, 3, 5)
 
 
+def padded(draft, vocabulary, **options):
+    """A drafter whose model has another vocabulary than the target."""
+    draft.config.vocab_size = len(draft.table)
+    return ModelDrafter(draft, vocabulary=vocabulary, **options)
+
+
+SIZES = pytest.mark.parametrize(("size", "of_draft"), [(4, 3), (4, 2), (3, 4), (3, 6)])
+
+
+@both_rules
+@SIZES
+@pytest.mark.parametrize("sampling", [*LOOP_SAMPLINGS, {"temperature": 0.8, "top_k": 3, "top_p": 0.9}], ids=str)
+def test_a09_vocabularies_padded_to_different_sizes(sampling, size, of_draft, rule):
+    """The prompt ends with an id that the smaller draft does not have."""
+    target, drafter = scripted(0, size), padded(scripted(1, of_draft), size)
+    assert_the_loop_is_lossless(target, drafter, 2, 3, (1, size - 1), verify=rule, **sampling)
+
+
+@both_rules
+@SIZES
+def test_a09_vocabularies_padded_to_different_sizes_with_impossible_tokens_a_confidence_stop_and_checked_caches(
+    size, of_draft, rule
+):
+    target, drafter = scripted(0, size, True), padded(scripted(1, of_draft, True), size, confidence_threshold=0.4)
+    assert_the_loop_is_lossless(target, drafter, 2, 3, (1, size - 1), verify=rule, check_invariants=True)
+
+
 @both_rules
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("sampling", LOOP_SAMPLINGS, ids=str)

@@ -1,6 +1,7 @@
 """A differing token is a tie only where the target says so; anything else is a fault."""
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -154,8 +155,16 @@ def test_a_sound_device_passes_with_a_prompt_of_any_length(copied, length):
     assert all(torch.equal(a, b) and b.dtype == a.dtype for a, b in zip(weights, model.parameters(), strict=True))
 
 
-def test_a_tied_head_stays_tied_in_the_copy():
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_comes_back_from_the_cpu_as_it_was(fails):
     model = bfloat16_copy(tiny_llama(tie_word_embeddings=True))
-    reference = identity._float32_on_the_cpu(model)
-    assert reference.lm_head.weight is reference.model.embed_tokens.weight
-    assert {parameter.dtype for parameter in reference.parameters()} == {torch.float32}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(KeyError) if fails else nullcontext(), identity._float32_on_the_cpu(model):
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        if fails:
+            raise KeyError
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) and after[name].dtype == value.dtype for name, value in before.items())
+    assert not any(parameter.is_inference() for parameter in model.parameters())

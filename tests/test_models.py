@@ -6,14 +6,22 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from stand_ins import ScriptedModel, nearby, random_table, tiny_llama
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from specdec import models
 from specdec.cache import context_length
+from specdec.chance import GeneratorChooser
+from specdec.drafters import ModelDrafter
 from specdec.errors import InputError
+from specdec.generate import autoregressive_generate, speculative_generate
+from specdec.identity import check_greedy_identity, emitted_gaps
 from specdec.models import (
+    SPREAD,
     check_pair,
+    check_runs,
     count_parameters,
     load_model,
     random_prompt,
@@ -141,6 +149,19 @@ def test_a15_dtype_is_the_one_asked_for(tmp_path, stored, asked):
     assert not model.training
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])  # the new name and the old one
+@pytest.mark.parametrize("named", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("asked", [torch.float32, torch.bfloat16, torch.float16])
+def test_a15_a_dtype_that_only_the_configuration_names_decides_nothing(folder, key, named, asked):
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("dtype")
+    (folder / "config.json").write_text(json.dumps(config | {key: named}))
+    model = load_model(folder, dtype=asked, device=CPU)
+    assert {parameter.dtype for parameter in model.parameters()} == {asked}
+    assert torch.equal(weights(model), weights(tiny_gpt2()).to(asked))
+    assert torch.get_default_dtype() == torch.float32
+
+
 def test_loading_uses_no_random_numbers(folder):
     before = torch.random.get_rng_state()
     assert torch.equal(weights(load_model(folder, dtype=torch.float32, device=CPU)), weights(tiny_gpt2()))
@@ -202,6 +223,194 @@ def test_a14_an_incomplete_folder_is_refused_in_one_sentence(folder, fault, capf
     assert capfd.readouterr() == ("", "")
 
 
+# Weights in several files
+
+
+@pytest.fixture
+def shards(tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "shards", max_shard_size="16KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) == 2
+    return tmp_path / "shards"
+
+
+def test_a_checkpoint_of_two_shards_is_loaded(shards):
+    assert torch.equal(weights(load_model(shards, dtype=torch.float32, device=CPU)), weights(tiny_llama()))
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"])
+def test_a14_a_missing_shard_is_named(shards, name, capfd):
+    (shards / name).unlink()
+    with pytest.raises(InputError, match=f"shards has no {name}; allowed: all 2 files that .*index.json lists"):
+        load_model(shards, dtype=torch.float32, device=CPU)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("content", ['{"weight_map', "{}", "[]", '{"weight_map": 3}'])
+def test_a14_a_broken_index_is_named(shards, content):
+    (shards / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(InputError, match=r"model\.safetensors\.index\.json is broken"):
+        load_model(shards, dtype=torch.float32, device=CPU)
+
+
+# Models laid out over several devices
+
+
+def logits_of(model):
+    with torch.inference_mode():
+        return model(torch.tensor([[1, 2, 3, 4]])).logits
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() or torch.backends.mps.is_available(), reason="needs a machine without a GPU"
+)
+def test_spread_over_a_machine_without_gpus_is_the_cpu(folder, monkeypatch):
+    expected = load_model(folder, dtype=torch.float32, device=CPU)
+    monkeypatch.setattr(GPT2LMHeadModel, "to", lambda *_, **__: pytest.fail("moved"))
+    model = load_model(folder, dtype=torch.float32, device=SPREAD)
+    assert not model.training and model.device == CPU
+    assert torch.equal(logits_of(model), logits_of(expected))
+    assert count_parameters(model) == count_parameters(expected)
+
+
+def offloaded(folder, scratch):
+    """A Llama whose second layer lies on the disk: accelerate's hooks bring it in for each pass."""
+    parts = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head"]
+    places = {part: "disk" if part == "model.layers.1" else "cpu" for part in parts}
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, device_map=places, offload_folder=scratch
+    ).eval()
+
+
+def test_a_model_with_layers_elsewhere_decodes_the_same_as_target_and_as_draft(tmp_path):
+    whole = tiny_llama()
+    whole.save_pretrained(tmp_path / "llama")
+    parted = offloaded(tmp_path / "llama", tmp_path / "scratch")
+    assert {parameter.device.type for parameter in parted.parameters()} == {"cpu", "meta"}
+    assert torch.equal(logits_of(parted), logits_of(whole))
+    assert count_parameters(parted) == count_parameters(whole)
+    prompt = torch.tensor([[1, 2, 3, 4]])
+    expected = autoregressive_generate(whole, prompt, max_new_tokens=24).new_tokens
+    assert autoregressive_generate(parted, prompt, max_new_tokens=24).new_tokens == expected
+    for target, draft in ((parted, nearby(whole, 0.05)), (whole, parted)):
+        options = {"drafter": ModelDrafter(draft), "k": 3, "max_new_tokens": 24, "check_invariants": True}
+        result = speculative_generate(target, prompt, **options)
+        assert result.new_tokens == expected and result.stats.accepted > 0
+
+
+def test_a_spread_that_would_need_the_disk_is_refused(tmp_path, monkeypatch):
+    tiny_llama().save_pretrained(tmp_path / "llama")
+    load = AutoModelForCausalLM.from_pretrained
+
+    def with_little_memory(*arguments, **options):
+        return load(*arguments, **options, max_memory={"cpu": 12_000})
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", with_little_memory)
+    with pytest.raises(InputError, match="llama does not fit when spread: .*; allowed: GPUs and main memory"):
+        load_model(tmp_path / "llama", dtype=torch.float32, device=SPREAD)
+
+
+# Devices
+
+
+@pytest.mark.parametrize("device", [CPU, SPREAD], ids=str)
+def test_a_dtype_that_the_device_cannot_run_is_refused_with_those_that_it_can(folder, monkeypatch, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    for name in ("float32", "bfloat16", "float16"):
+        check_runs(device, resolve_dtype(name))
+    matmul = torch.matmul
+
+    def without_half(a, b):
+        if a.dtype == torch.float16:
+            raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'\nand more")
+        return matmul(a, b)
+
+    monkeypatch.setattr(torch, "matmul", without_half)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    message = r"^float16 does not run on the device cpu \(\"addmm_impl_cpu_\" not implemented for 'Half'\); allowed: "
+    with pytest.raises(InputError, match=rf"{message}float32, bfloat16 there, or another device\.$"):
+        load_model(folder, dtype=torch.float16, device=device)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, NotImplementedError, TypeError, AssertionError])
+def test_a_device_that_runs_nothing_is_refused(monkeypatch, kind):
+    def broken(*_):
+        raise kind
+
+    monkeypatch.setattr(torch, "matmul", broken)
+    message = rf"bfloat16 does not run on the device cpu \({kind.__name__}\); allowed: another device\."
+    with pytest.raises(InputError, match=message):
+        check_runs(CPU, torch.bfloat16)
+
+
+class OnMps(torch.Tensor):
+    """Stands in for a tensor on mps, where anything in float64 raises an error; `cpu` leaves the device."""
+
+    operations = 0
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        OnMps.operations += 1
+        result = super().__torch_function__(function, types, arguments, options or {})
+        if function is torch.Tensor.cpu:
+            return result.as_subclass(torch.Tensor)
+        if isinstance(result, OnMps) and result.dtype == torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64")
+        return result
+
+
+def on_mps(model):
+    model.register_forward_hook(lambda *call: setattr(call[-1], "logits", call[-1].logits.as_subclass(OnMps)))
+    return model
+
+
+SAMPLINGS = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 4, "top_p": 0.9}]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("verify", ["token", "block"])
+def test_no_float64_is_made_on_mps(sampling, verify):
+    with pytest.raises(TypeError, match="float64"):
+        torch.ones(3).as_subclass(OnMps).double()
+    prompt, before = torch.tensor([[1, 2, 3]]), OnMps.operations
+    on_device, elsewhere = ([ScriptedModel(random_table(6, seed)) for seed in (0, 1)] for _ in range(2))
+    texts = []
+    for target, draft in ((on_mps(one) for one in on_device), elsewhere):
+        drafter = ModelDrafter(draft, confidence_threshold=0.15, vocabulary=6)
+        options = sampling | {"k": 3, "max_new_tokens": 20, "verify": verify, "check_invariants": True}
+        generator = torch.Generator().manual_seed(0)
+        texts.append(speculative_generate(target, prompt, drafter=drafter, generator=generator, **options).new_tokens)
+    assert texts[0] == texts[1]
+    assert OnMps.operations > before + 100
+    gaps = emitted_gaps(on_mps(tiny_llama()), prompt, [4, 5, 6])
+    assert gaps.top2.dtype == torch.float64 and not isinstance(gaps.top2, OnMps)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a cuda device")),
+        pytest.param(
+            "mps", marks=pytest.mark.skipif(not torch.backends.mps.is_available(), reason="needs an mps device")
+        ),
+    ],
+)
+def test_on_a_real_device_speculative_greedy_text_is_the_plain_one(device):
+    target, draft = (model.to(device) for model in (toy_target(), toy_draft()))
+    for dtype in models.DTYPES.values():
+        check_runs(torch.device(device), dtype)
+    prompt = random_prompt(target, 12, torch.Generator().manual_seed(0))
+    plain = autoregressive_generate(target, prompt, max_new_tokens=64).new_tokens
+    options = {"drafter": ModelDrafter(draft), "k": 4, "max_new_tokens": 64, "check_invariants": True}
+    speculative = speculative_generate(target, prompt, **options)
+    report = check_greedy_identity(target, prompt, plain, speculative.new_tokens)
+    assert report.matches or report.is_tie
+    assert speculative.stats.alpha > 0.8
+    drawing = {"temperature": 0.5, "top_p": 0.9, "generator": torch.Generator().manual_seed(0)}
+    assert len(speculative_generate(target, prompt, **options | drawing).new_tokens) == 64
+    GeneratorChooser(torch.Generator(device).manual_seed(0)).bernoulli(0.5)
+
+
 # Names
 
 
@@ -254,3 +463,38 @@ def test_a09_other_special_tokens_are_refused(tmp_path):
     tokenizers = [save_tokenizer(tmp_path / word, eos_token=word) for word in ("word3", "word4")]
     with pytest.raises(InputError, match="eos_token is 'word3' to the target and 'word4' to the draft"):
         check_pair(tiny_gpt2(), tiny_gpt2(), *tokenizers)
+
+
+@pytest.mark.parametrize(("size", "of_draft"), [(24, 32), (32, 24), (20, 64)])
+def test_a09_one_tokenizer_and_vocabularies_padded_to_different_sizes_are_fine(tmp_path, size, of_draft):
+    tokenizers = [save_tokenizer(tmp_path / name, eos_token="word3") for name in "ab"]
+    check_pair(tiny_gpt2(size), tiny_gpt2(of_draft), *tokenizers)
+    with pytest.raises(InputError, match=rf"{size} tokens.*{of_draft}; allowed: equal vocabularies, or tokenizers"):
+        check_pair(tiny_gpt2(size), tiny_gpt2(of_draft))
+
+
+def test_a09_padded_vocabularies_with_a_token_that_only_one_model_has_are_refused(tmp_path):
+    tokenizers = [save_tokenizer(tmp_path / name) for name in "ab"]
+    for sizes in ((19, 24), (24, 19)):
+        message = (
+            rf"{sizes[0]} tokens.*{sizes[1]}, and token 19 is known to both tokenizers; allowed: .* all lie below 19\."
+        )
+        with pytest.raises(InputError, match=message):
+            check_pair(*map(tiny_gpt2, sizes), *tokenizers)
+
+
+def test_a09_padded_vocabularies_of_different_tokenizers_are_refused_with_the_first_token_that_differs(tmp_path):
+    longer = save_tokenizer(tmp_path / "a", [*WORDS, "more"]), save_tokenizer(tmp_path / "b")
+    with pytest.raises(
+        InputError, match=r"32 tokens.*24, and token 20 is 'more' to the target and None to the draft; "
+    ):
+        check_pair(tiny_gpt2(32), tiny_gpt2(24), *longer)
+    added = [save_tokenizer(tmp_path / name) for name in "cd"]
+    for tokenizer, token in zip(added, ("<one>", "<other>"), strict=True):
+        tokenizer.add_tokens([token])
+    for size in (24, 32):
+        with pytest.raises(InputError, match="oken 20 is '<one>' to the target and '<other>' to the draft; allowed"):
+            check_pair(tiny_gpt2(24), tiny_gpt2(size), *added)
+    specials = [save_tokenizer(tmp_path / word, eos_token=word) for word in ("word3", "word4")]
+    with pytest.raises(InputError, match="eos_token is 'word3' to the target and 'word4' to the draft"):
+        check_pair(tiny_gpt2(32), tiny_gpt2(24), *specials)
