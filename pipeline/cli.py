@@ -10,7 +10,10 @@ from typing import NoReturn
 from specdec.errors import InputError
 
 # What a user can mend: no room, a folder that may not be written, a path that is not what it should be.
-_USER_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR)
+_USER_ERRNOS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
+)
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:

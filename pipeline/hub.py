@@ -77,14 +77,16 @@ def resolve(repo: str, revision: str | None) -> str:
     if revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision):
         return revision
     name = revision or constants.DEFAULT_REVISION
-    reference = _cache_folder(repo) / "refs" / name
     try:
         with _sentences(repo, revision):
+            reference = _cache_folder(repo) / "refs" / name
             commit = HfApi().model_info(repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT).sha
     except Unreachable as unreachable:
         if not reference.is_file():
             raise InputError(f"{unreachable} Nor does the cache {constants.HF_HUB_CACHE} know {repo}@{name}.") from None
-        return reference.read_text(encoding="utf-8").strip()
+        commit = reference.read_text(encoding="utf-8").strip()
+        _say(f"{repo}: the hub gives no answer; {name} was {commit} when it last did")
+        return commit
     assert commit is not None  # the hub always sends it; the field is optional for other uses of the class
     with suppress(InputError):  # a cache that may only be read
         write_text(reference, commit)
@@ -105,14 +107,15 @@ def ensure(repo: str, commit: str, models_dir: Path, weights_sha256: str | None 
     Raises:
         InputError: it cannot be had, is not what the hashes promise, or there is no room for it.
     """
-    folder = _cache_folder(repo) / "snapshots" / commit
+    with _sentences(repo, commit):
+        folder = _cache_folder(repo) / "snapshots" / commit
     path = models_dir / "hub" / f"{repo.replace('/', '--')}@{commit}.json"
-    record = _good_record(path, folder)
+    record = _good_record(path, folder, repo)
     if record is None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # The system drops the lock of a process that was killed.
         with FileLock(path.with_suffix(".lock")):
-            record = _good_record(path, folder)  # another process may have been first
+            record = _good_record(path, folder, repo)  # another process may have been first
             if record is None:
                 try:
                     record = _download(repo, commit, folder, weights_sha256)
@@ -129,15 +132,19 @@ def _cache_folder(repo: str) -> Path:
     return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
 
 
-def _good_record(path: Path, folder: Path) -> dict[str, Any] | None:
+def _good_record(path: Path, folder: Path, repo: str) -> dict[str, Any] | None:
     """The record, if the cache still holds all of it; says what is wrong if it does not."""
+    if not path.exists():
+        return None
     try:
         record = read_json(path)
         faults = [_fault(folder / name, file["bytes"]) for name, file in record["files"].items()]
-    except (InputError, KeyError, TypeError, AttributeError):  # none yet, or spoilt by hand
-        return None
+        if (record["repo"], record["revision"]) != (repo, folder.name) or "config.json" not in record["files"]:
+            faults = [f"{path} is about something else"]
+    except (InputError, KeyError, TypeError, AttributeError):
+        faults = [f"{path} is broken"]
     for fault in filter(None, faults):
-        _say(f"{record['repo']}: {fault}; fetching it again")
+        _say(f"{repo}: {fault}; fetching what is missing")
         return None
     return record
 
@@ -158,11 +165,14 @@ def _download(repo: str, commit: str, folder: Path, weights_sha256: str | None) 
         HubFile(f.rfilename, f.size or 0, f.blob_id or "", f.lfs.sha256 if f.lfs else None) for f in info.siblings or []
     ]
     files = _needed(listed, f"{repo}@{commit}")
+    if unknown := [f.name for f in files if not f.etag]:
+        raise InputError(
+            f"The hub {constants.ENDPOINT} tells no hash of {unknown[0]} of {repo}; allowed: hubs that do."
+        )
     promised = next((f.sha256 for f in files if f.name == _WEIGHTS), None)
     if weights_sha256 not in (None, promised):
-        raise InputError(
-            f"{_WEIGHTS} of {repo}@{commit} has the sha256 {promised} by the hub; allowed: {weights_sha256}."
-        )
+        found = f"the sha256 {promised} by the hub" if promised else "several parts, so no sha256 of its own"
+        raise InputError(f"{_WEIGHTS} of {repo}@{commit} has {found}; allowed: {weights_sha256}.")
     missing = [f for f in files if _fault(folder / f.name, f.size) is not None]
     for file in missing:
         _remove(folder / file.name)  # whatever lies there is not the file
@@ -173,6 +183,9 @@ def _download(repo: str, commit: str, folder: Path, weights_sha256: str | None) 
             _fetch_large(repo, commit, file, blobs)
     with _sentences(repo, commit):
         snapshot_download(repo, revision=commit, allow_patterns=[f.name for f in files])
+    for file in files:  # where the hub broke off, the client gives the folder that it has
+        if (fault := _fault(folder / file.name, file.size)) is not None:
+            raise InputError(f"The hub {constants.ENDPOINT} broke off: of {repo}@{commit} {fault}; run again to go on.")
     licence = getattr(info.card_data, "license", None)
     return _record(repo, commit, licence, {f.name: f.etag for f in files}, folder)
 
@@ -311,7 +324,7 @@ def _sentences(repo: str, revision: str | None, file: str | None = None) -> Iter
     what = f"{repo}@{revision}" if revision else repo
     try:
         yield
-    except (httpx2.HTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+    except (httpx2.HTTPError, OfflineModeIsEnabled, OSError, ValueError, KeyError, TypeError) as error:
         raise _as_sentence(error, repo, what, file) from None
 
 
@@ -347,6 +360,8 @@ def _as_sentence(error: BaseException, repo: str, what: str, file: str | None) -
             )
         case OSError() if error.errno:
             return InputError(f"{what} cannot be written to {constants.HF_HUB_CACHE}: {error.strerror}.")
+        case ValueError() | KeyError() | TypeError():
+            return InputError(f"What answers at {constants.ENDPOINT} when asked for {what} is no model hub.")
     return InputError(f"{what} cannot be fetched: {str(error).strip().splitlines()[0].rstrip('.')}.")
 
 

@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 # Drafts that are made from the target or its text, so no model of params.yaml may have such a name.
 RESERVED_DRAFTS = ("int8", "bf16", "lookup")
-# organisation/name, with or without @revision
-HUB_NAME = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?"
+# organisation/name, with or without @revision; as on the hub, without two dots or hyphens in a row, since both become paths
+HUB_NAME = r"(?!.*(\.\.|--))[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@\w[\w./-]*)?"
 DEVICES = ("auto", "cpu", "cuda", "mps", "spread")
 
 

@@ -20,8 +20,8 @@ from specdec.sampling import SamplingConfig
 
 TINY = ["--k", "2", "--max-new-tokens", "4", "--runs", "2"]
 ABOUT_THE_RUN = """
-study pair target draft k temperature top_k top_p seed prompts max_new_tokens backend device dtype threads torch
-transformers runs target_parameters draft_parameters peak_memory_bytes cpu device_name
+study pair target draft target_revision draft_revision k temperature top_k top_p seed prompts max_new_tokens backend device
+dtype threads torch transformers runs target_parameters draft_parameters peak_memory_bytes cpu device_name
 """
 
 
@@ -159,6 +159,8 @@ def test_the_toy_run_writes_what_it_shows(toy_run):
         "backend": "toy",
         "target": "toy-target",
         "draft": "toy-draft",
+        "target_revision": None,
+        "draft_revision": None,
         "k": 2,
         "max_new_tokens": 4,
         "runs": 2,
@@ -247,11 +249,12 @@ PROMPTS = "".join(
 def loaded(folder, monkeypatch):
     """A real pair without its weights: notes what was asked for."""
     (folder / "prompts.jsonl").write_text(PROMPTS, encoding="utf-8")
-    loaded = SimpleNamespace()
+    loaded = SimpleNamespace(folder=folder, target=tiny_gpt2())
 
-    def load_pair(pair, models, *, device, dtype, confidence_threshold):
-        loaded.asked = (pair.target, pair.draft, device.type, dtype, confidence_threshold)
-        return LoadedPair(tiny_gpt2(), PromptLookupDrafter(), 0, None, [5])
+    def load_pair(pair, models, *, device, dtype, confidence_threshold, manifest):
+        loaded.asked = (pair.target, pair.draft, str(device), dtype, confidence_threshold)
+        loaded.manifest = manifest
+        return LoadedPair(loaded.target, PromptLookupDrafter(), 0, None, [5], "1" * 40, None)
 
     monkeypatch.setattr(benchmark, "load_pair", load_pair)
     monkeypatch.setattr(benchmark, "encode_prompt", lambda tokenizer, prompt: torch.tensor([[prompt.question_id]]))
@@ -262,12 +265,14 @@ def test_a13_a_cell_of_a_real_pair_has_the_settings_of_params(loaded, threads, s
     cells.write_json(cells.HARDWARE, {"fingerprint": {"threads": 7, "cpu": "Imaginary 1"}})
     start(monkeypatch, "--cell", "--backend", "hf", "--pair", "small_lookup", "--k", "6", "--json", "cell.json")
     assert loaded.asked == ("small", "lookup", "cpu", torch.float32, 0.0)
+    assert loaded.manifest == cells.manifest("small_lookup")
     assert seen.setting == Setting(6, SamplingConfig(0.5, 7, 0.9), 32, [5], 4, 6, 2, "block")
     assert [(p.question_id, p.input_ids.tolist()) for p in seen.prompts] == [(0, [[0]]), (1, [[1]])]
     assert threads == [7]
     record = cells.read_json("cell.json")
     expected = {"study": "fake", "pair": "small_lookup", "target": "small", "draft": "lookup", "k": 6, "runs": 6}
     expected |= {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "draft_parameters": 0, "backend": "hf", "measured": True}
+    expected |= {"target_revision": "1" * 40, "draft_revision": None}
     assert {key: record[key] for key in expected} == expected
 
 
@@ -280,6 +285,37 @@ def test_a13_f13_every_option_reaches_the_comparison_of_a_real_pair(loaded, thre
     assert seen.setting == Setting(2, SamplingConfig(), 128, [5], 0, 5, 1, "block")
     record = cells.read_json("cell.json")
     assert (record["study"], record["pair"]) == (None, "some/folder + int8")
+    assert loaded.manifest is None  # a folder of the command line is in none
+
+
+@pytest.mark.parametrize(
+    ("timing", "pair", "placed"),
+    [("cpu", None, "cpu"), ("cpu", "spread", "spread"), ("spread", "cpu", "cpu"), ("spread", None, "spread")],
+)
+def test_a_pair_is_timed_on_its_own_device_or_else_on_the_studys(
+    loaded, threads, seen, monkeypatch, timing, pair, placed
+):
+    cells.write_json(cells.HARDWARE, {"fingerprint": {"threads": 7, "cpu": "Imaginary 1"}})
+    text = (loaded.folder / "params.yaml").read_text(encoding="utf-8").replace("device: cpu", f"device: {timing}")
+    if pair:
+        text = text.replace("{target: small, draft: lookup}", f"{{target: small, draft: lookup, device: {pair}}}")
+    (loaded.folder / "params.yaml").write_text(text, encoding="utf-8")
+    start(monkeypatch, "--cell", "--backend", "hf", "--pair", "small_lookup", "--k", "6")
+    assert loaded.asked[2] == placed
+
+
+def test_a_target_over_several_devices_is_called_spread_and_not_compared_with_the_cpu(
+    loaded, threads, seen, monkeypatch
+):
+    """It may be larger than the main memory."""
+    monkeypatch.setattr(benchmark, "check_device", lambda *_: pytest.fail("copied"))
+    loaded.target = tiny_gpt2().bfloat16()
+    loaded.target.hf_device_map = {"": "cpu"}
+    options = ["--backend", "hf", "--target", "some/folder", "--draft", "lookup", "--device", "spread"]
+    start(monkeypatch, *options, "--json", "cell.json")
+    record = cells.read_json("cell.json")
+    assert loaded.asked[2] == "spread" == record["device"] and record["device_logit_error"] is None
+    assert seen.target is loaded.target
 
 
 # How it is shown

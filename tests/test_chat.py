@@ -152,8 +152,8 @@ def test_the_command_shows_the_text_that_plain_decoding_gives(monkeypatch, capsy
         draft = nearby(target, 0.3)
 
         def __call__(self, pair, models, *, device, dtype, confidence_threshold):
-            self.asked = (pair.target, pair.draft, device.type, dtype, confidence_threshold)
-            return LoadedPair(target, ModelDrafter(self.draft), 0, Bytes(), [])
+            self.asked = (pair.target, pair.draft, str(device), dtype, confidence_threshold)
+            return LoadedPair(target, ModelDrafter(self.draft), 0, Bytes(), [], None, None)
 
     load = Loader()
     monkeypatch.setattr(chat, "load_pair", load)
@@ -173,6 +173,8 @@ def test_the_command_shows_the_text_that_plain_decoding_gives(monkeypatch, capsy
     marked = {"corrected": "".join(f"[{c}]" for c in greedy), "accepted": greedy}
     assert shown(target, "--k", "11").startswith(f"{marked['accepted'][:11]}{{{greedy[11]}}}\n\naccepted  [corrected]")
     assert load.asked == ("some", "other", "cpu", torch.float32, 0.0)
+    shown(target, "--device", "spread")
+    assert load.asked[2] == "spread"
     out = shown(disagreeing(target), "--k", "2")
     assert out.startswith(marked["corrected"][: -len("[x]")])
     assert "12 tokens in 12 target forwards: 1.000 tokens per round" in out

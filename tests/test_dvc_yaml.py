@@ -179,7 +179,7 @@ def test_what_load_params_gives_is_called_params(module):
 # Paths and stages, as DVC itself resolves them
 
 
-@pytest.fixture(scope="module", params=["embedded", "quick"])
+@pytest.fixture(scope="module", params=["embedded", "quick", "gpt2", "smollm2"])
 def resolved(request, tmp_path_factory):
     """The parameters of a study and DVC's own stages for it, by full name."""
     folder = tmp_path_factory.mktemp(request.param)

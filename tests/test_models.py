@@ -305,7 +305,7 @@ def test_a_spread_that_would_need_the_disk_is_refused(tmp_path, monkeypatch):
         return load(*arguments, **options, max_memory={"cpu": 12_000})
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", with_little_memory)
-    with pytest.raises(InputError, match="llama does not fit when spread: .*; allowed: GPUs and main memory"):
+    with pytest.raises(InputError, match=r"llama does not fit when spread: .*; allowed: GPUs and main memory"):
         load_model(tmp_path / "llama", dtype=torch.float32, device=SPREAD)
 
 

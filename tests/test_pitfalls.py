@@ -719,7 +719,7 @@ def test_a16_a_benchmark_checks_the_device_before_it_times_anything(wrong, monke
 
 
 def test_a17_timed_cells_depend_on_the_versions_of_the_packages_that_they_time():
-    fingerprint = describe("cpu", None)["fingerprint"]
+    fingerprint = describe(None)["fingerprint"]
     assert {name: fingerprint.get(name) for name in ("torch", "transformers")} == {
         "torch": version("torch"),
         "transformers": version("transformers"),

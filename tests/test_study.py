@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline import cells
+from pipeline import cells, hardware
 from pipeline.hardware import describe, linux_cpu_name
 from pipeline.run_study import provenance, study_cells, update_readme
-from pipeline.study import LocalModel, WheelModel, load_params, pair_spec
+from pipeline.study import DEVICES, HubModel, LocalModel, WheelModel, load_params, pair_spec
 from specdec.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,6 +63,47 @@ def test_a_local_model(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("repo", "repository", "revision"),
+    [
+        ("openai-community/gpt2", "openai-community/gpt2", None),
+        ("HuggingFaceTB/SmolLM2-1.7B-Instruct@v1.0", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "v1.0"),
+        ("a/b_c@refs/pr/1", "a/b_c", "refs/pr/1"),
+        (f"a/b@{'0' * 40}", "a/b", "0" * 40),
+    ],
+)
+@pytest.mark.parametrize("sums", [{}, {"weights_sha256": None}, {"weights_sha256": "0a" * 32}])
+def test_a_model_of_the_hub(tmp_path, repo, repository, revision, sums):
+    path = tmp_path / "params.yaml"
+    path.write_text(changed(("models", "mine"), {"source": "hub", "repo": repo, **sums}), encoding="utf-8")
+    model = load_params(path).models["mine"]
+    assert model == HubModel(source="hub", repo=repo, weights_sha256=sums.get("weights_sha256"))
+    assert (model.repository, model.revision) == (repository, revision)
+
+
+@pytest.mark.parametrize(
+    "repo",
+    ["gpt2", "", "a/", "/b", "a/b/c", "a/b@", "a/b@x y", "a/b@x@y", "-a/b", "a/.b", "a /b", "a/b\n", "https://a/b", 5, ["a/b"]],
+)  # fmt: skip
+def test_names_that_no_model_of_the_hub_has(tmp_path, repo):
+    message = refusal(tmp_path, changed(("models", "mine"), {"source": "hub", "repo": repo}))
+    assert message == f"models.mine.repo is {json.dumps(repo)}; allowed: names such as organisation/name@revision."
+
+
+def test_models_of_the_hub_in_the_committed_file_are_pinned():
+    found = [model for model in load_params(ROOT / "params.yaml").models.values() if isinstance(model, HubModel)]
+    assert found and all(re.fullmatch("[0-9a-f]{40}", model.revision) for model in found)
+
+
+@pytest.mark.parametrize("device", [*DEVICES, None])
+def test_a_pair_may_have_a_device_of_its_own(tmp_path, device):
+    path = tmp_path / "params.yaml"
+    path.write_text(changed(("pairs", "gpt2_distilgpt2", "device"), device), encoding="utf-8")
+    params = load_params(path)
+    assert params.pairs["gpt2_distilgpt2"].device == device
+    assert params.pairs["smollm2-135m_int8"].device is None  # which is timing.device
+
+
+@pytest.mark.parametrize(
     ("place", "value", "sentence"),
     [
         (("study", "k", 2), -1, "study.k[2] is -1; allowed: integers of at least 1."),
@@ -88,13 +129,13 @@ def test_a_local_model(tmp_path):
         (("studies", "quick", "pairs", 0), "x", 'studies.quick.pairs[0] is "x"; allowed: smollm2-135m_int8,'),
         (("studies", "a.b"), GOOD["study"], 'studies has the key "a.b"; allowed: names of letters, digits, - and _.'),
         (("pairs", "a@b"), {"target": "smollm2-135m", "draft": "int8"}, 'pairs has the key "a@b"; allowed: names of letters,'),
-        (("pairs", "p"), {"target": "gone", "draft": "int8"}, 'pairs.p.target is "gone"; allowed: smollm2-135m.'),
+        (("pairs", "p"), {"target": "gone", "draft": "int8"}, 'pairs.p.target is "gone"; allowed: smollm2-135m, gpt2, '),
         (("pairs", "p"), {"target": "smollm2-135m", "draft": "int4"}, 'pairs.p.draft is "int4"; allowed: int8, bf16, lookup, s'),
         (("pairs", "p"), {"target": "smollm2-135m"}, "pairs.p.draft is missing"),
         (("models", "m.1"), GOOD["models"]["smollm2-135m"], 'models has the key "m.1"; allowed: names of letters, digits, -'),
         (("models", "int8"), {"source": "local", "path": "x"}, 'models has the key "int8"; allowed: names other than int8,'),
         (("models", "m"), {"source": "ftp"}, 'models.m is {"source": "ftp"}; allowed: a mapping with source: wheel or source'),
-        (("models", "m"), {"path": "x"}, 'models.m is {"path": "x"}; allowed: a mapping with source: wheel or source: local.'),
+        (("models", "m"), {"path": "x"}, 'models.m is {"path": "x"}; allowed: a mapping with source: wheel or source: local or'),
         (("models", "m"), {"source": "local", "path": ""}, 'models.m.path is ""; allowed: texts that are not empty.'),
         (("models", "m"), {"source": "local", "path": "x", "format": "bin"}, 'models.m.format is "bin"; allowed: safetensors'),
         (("models", "m"), {"source": "local", "path": "x", "z": 1}, "models.m.z is not a known key; allowed: source, path,"),
@@ -119,7 +160,17 @@ def test_a_local_model(tmp_path):
         (("decoding", "top_p"), 1.5, "decoding.top_p is 1.5; allowed: null or numbers above 0 and up to 1."),
         (("timing", "runs"), 1, "timing.runs is 1; allowed: integers of at least 2."),
         (("timing", "warmup"), 0, "timing.warmup is 0; allowed: integers of at least 1."),
-        (("timing", "device"), "gpu", 'timing.device is "gpu"; allowed: auto or cpu or cuda or mps.'),
+        (("models", "m"), {"source": "hub", "path": "x"}, "models.m.path is not a known key; allowed: source, repo, wei"),
+        (("models", "m"), {"source": "hub"}, "models.m.repo is missing, but every key needs a value."),
+        (("models", "gpt2", "repo"), "gpt2", 'models.gpt2.repo is "gpt2"; allowed: names such as organisation/name@revision.'),
+        (("models", "gpt2", "repo"), None, "models.gpt2.repo is null; allowed: names such as organisation/name@revision."),
+        (("models", "gpt2", "weights_sha256"), "AB" * 32, 'models.gpt2.weights_sha256 is "ABABABAB'),
+        (("models", "gpt2", "weights_sha256"), "0" * 63, 'models.gpt2.weights_sha256 is "00000000'),
+        (("models", "gpt2", "weights_sha256"), "x", 'models.gpt2.weights_sha256 is "x"; allowed: null or sha256 sums of 64 '),
+        (("pairs", "gpt2_distilgpt2", "device"), "gpu", 'pairs.gpt2_distilgpt2.device is "gpu"; allowed: null or auto or cpu '),
+        (("pairs", "gpt2_distilgpt2", "device"), 0, "pairs.gpt2_distilgpt2.device is 0; allowed: null or auto or cpu or cuda"),
+        (("timing", "device"), None, "timing.device is null; allowed: auto or cpu or cuda or mps or spread."),
+        (("timing", "device"), "gpu", 'timing.device is "gpu"; allowed: auto or cpu or cuda or mps or spread.'),
         (("timing", "dtype"), "int8", 'timing.dtype is "int8"; allowed: float32 or bfloat16 or float16.'),
         (("timing", "threads"), 0, "timing.threads is 0; allowed: null or integers of at least 1."),
         (("timing",), MISSING, "timing is missing, but every key needs a value."),
@@ -219,9 +270,44 @@ def test_hardware_stops_bad_input_before_it_touches_anything(tmp_path):
     assert run_hardware(tmp_path).returncode == 0 and record.read_bytes() == first
 
 
+def test_a_device_that_is_not_here_is_refused_if_the_study_asks_for_it(tmp_path):
+    """Nobody who runs one study needs the devices of another."""
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "prompts.jsonl").write_bytes((ROOT / "pipeline" / "prompts.jsonl").read_bytes())
+    absent = "mps" if sys.platform != "darwin" else "cuda"
+    record = tmp_path / "metrics" / "hardware.json"
+    params = tmp_path / "params.yaml"
+    params.write_text(changed(("pairs", "smollm2-135m_bf16", "device"), absent), encoding="utf-8")
+    done = run_hardware(tmp_path)
+    assert (done.returncode, done.stdout) == (1, "") and not record.exists()
+    sentence = f"pairs.smollm2-135m_bf16.device is {absent}, which is not on this machine; allowed: auto, cpu,"
+    assert done.stderr.startswith(f"error: params.yaml: {sentence}") and done.stderr.count("\n") == 1
+    assert "smollm2-135m_bf16" in GOOD["study"]["pairs"] and "gpt2_distilgpt2" not in GOOD["study"]["pairs"]
+    params.write_text(changed(("pairs", "gpt2_distilgpt2", "device"), absent), encoding="utf-8")
+    assert run_hardware(tmp_path).returncode == 0 and record.exists()
+
+
+@pytest.mark.parametrize(
+    ("here", "allowed"),
+    [({}, "auto, cpu, spread"), ({"cuda": "some GPU"}, "auto, cpu, spread, cuda"), ({"mps": "mps"}, "auto, cpu, spread, mps")],
+)  # fmt: skip
+def test_devices_that_are_here(monkeypatch, here, allowed):
+    monkeypatch.setattr(hardware, "accelerators", lambda: here)
+    for device in DEVICES:
+        asked = {"timing.device": None, "pairs.p.device": device}
+        if device in allowed.split(", "):
+            hardware.check_devices(asked)
+        else:
+            with pytest.raises(InputError) as caught:
+                hardware.check_devices(asked)
+            assert str(caught.value) == (
+                f"params.yaml: pairs.p.device is {device}, which is not on this machine; allowed: {allowed}."
+            )
+
+
 def test_threads_of_params_yaml_are_part_of_the_fingerprint():
-    assert describe("auto", 7)["fingerprint"]["threads"] == 7
-    assert 1 <= describe("cpu", None)["fingerprint"]["threads"] <= (os.cpu_count() or 1)
+    assert describe(7)["fingerprint"]["threads"] == 7
+    assert 1 <= describe(None)["fingerprint"]["threads"] <= (os.cpu_count() or 1)
 
 
 @pytest.mark.parametrize(

