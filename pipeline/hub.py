@@ -37,6 +37,7 @@ from huggingface_hub.utils import build_hf_headers, get_token
 from pipeline.cells import read_json, write_json, write_text
 from specdec.errors import InputError
 
+REACH = "run again with a network, or set HF_HOME to a cache that does"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -63,7 +64,7 @@ class HubFile:
 
 
 class Unreachable(InputError):
-    """The hub gave no answer: no network, or HF_HUB_OFFLINE."""
+    """The hub gave no answer: no network, or HF_HUB_OFFLINE. The beginning of a sentence."""
 
 
 def resolve(repo: str, revision: str | None) -> str:
@@ -83,7 +84,7 @@ def resolve(repo: str, revision: str | None) -> str:
             commit = HfApi().model_info(repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT).sha
     except Unreachable as unreachable:
         if not reference.is_file():
-            raise InputError(f"{unreachable} Nor does the cache {constants.HF_HUB_CACHE} know {repo}@{name}.") from None
+            raise InputError(f"{unreachable}, and {_cache()} does not know {repo}@{name}; {REACH}.") from None
         commit = reference.read_text(encoding="utf-8").strip()
         _say(f"{repo}: the hub gives no answer; {name} was {commit} when it last did")
         return commit
@@ -126,6 +127,10 @@ def ensure(repo: str, commit: str, models_dir: Path, weights_sha256: str | None 
     if weights_sha256 not in (None, found):
         raise InputError(f"{_WEIGHTS} of {repo}@{commit} has the sha256 {found}; allowed: {weights_sha256}.")
     return folder, record
+
+
+def _cache() -> str:
+    return f"the cache {constants.HF_HUB_CACHE}"
 
 
 def _cache_folder(repo: str) -> Path:
@@ -197,8 +202,11 @@ def _needed(files: list[HubFile], what: str) -> list[HubFile]:
         InputError: there is no config, or there are no safetensors weights.
     """
     names = {file.name for file in files}
-    if "config.json" not in names or not names & {_WEIGHTS, _INDEX}:
-        raise InputError(f"{what} lacks config.json or {_WEIGHTS}; allowed: repositories of safetensors weights.")
+    for wanted in ({"config.json"}, {_WEIGHTS, _INDEX}):
+        if not names & wanted:
+            raise InputError(
+                f"{what} has no {sorted(wanted)[0]}; allowed: repositories with config.json and {_WEIGHTS}."
+            )
     # As transformers chooses: shards only where there is no single file.
     weights = {_WEIGHTS} if _WEIGHTS in names else {_INDEX, *(name for name in names if _SHARD.fullmatch(name))}
     return [file for file in files if file.name in weights or file.name in (*_CONFIG, *_TOKENIZER)]
@@ -258,18 +266,18 @@ def _from_cache(repo: str, commit: str, folder: Path, unreachable: Unreachable) 
     Raises:
         InputError: the cache has no listing, or not every file.
     """
-    lack = f"{unreachable} Nor does the cache {constants.HF_HUB_CACHE} hold all of {repo}@{commit}"
+    lack = f"{unreachable}, and {_cache()} does not hold all of {repo}@{commit}"
     try:
         listed = [HubFile(f.path, f.size, f.blob_id, None) for f in get_cached_repo_tree(repo, revision=commit)]
     except CachedRepoTreeNotFoundError:
-        raise InputError(f"{lack}.") from None
+        raise InputError(f"{lack}; {REACH}.") from None
     files = _needed(listed, f"{repo}@{commit}")
     for file in files:
         fault = _fault(folder / file.name, file.size)
         if fault is None and not (folder / file.name).is_symlink():
             fault = f"{file.name} is no link to a content named by its hash"
         if fault is not None:
-            raise InputError(f"{lack} ({fault}).")
+            raise InputError(f"{lack} ({fault}); {REACH}.")
     names = {file.name: (folder / file.name).resolve().name for file in files}
     return _record(repo, commit, None, names, folder)
 
@@ -344,7 +352,7 @@ def _as_sentence(error: BaseException, repo: str, what: str, file: str | None) -
         case HFValidationError():
             return InputError(f"{what} is not the name of a model on the hub; allowed: organisation/name@revision.")
         case OfflineModeIsEnabled():
-            return Unreachable(f"{what} is not here, and HF_HUB_OFFLINE forbids to ask the hub for it.")
+            return Unreachable("HF_HUB_OFFLINE is set, so the hub is not asked")
         case HfHubHTTPError():
             status = error.response.status_code
             advice = {401: token, 403: token, 429: "too many requests; wait, or set HF_TOKEN"}.get(
@@ -353,7 +361,7 @@ def _as_sentence(error: BaseException, repo: str, what: str, file: str | None) -
             return InputError(f"The hub {constants.ENDPOINT} answers {status} when asked for {what}: {advice}.")
         case httpx2.TransportError() if file is None:
             reason = str(error) or type(error).__name__
-            return Unreachable(f"{what} is not here, and the hub {constants.ENDPOINT} cannot be reached ({reason}).")
+            return Unreachable(f"The hub {constants.ENDPOINT} cannot be reached ({reason.rstrip('.')})")
         case httpx2.HTTPError() | OSError() if file is not None and not getattr(error, "errno", None):
             return InputError(
                 f"The connection broke while {file} of {what} was fetched; run again to go on from there."

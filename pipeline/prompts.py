@@ -158,14 +158,21 @@ def encode_conversation(
     messages = [{"role": "user", "content": turns[0]}]
     for answer, turn in zip(answers, turns[1:], strict=True):
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+    quietly = {
+        "verbose": False
+    }  # a text that is too long for the model is refused by the decoding loop, in its own words
     encoding: Any  # what transformers declares here is a union wider than what these arguments return
     if tokenizer.chat_template:
         # The template writes the special tokens itself; apply_chat_template therefore adds none of its own.
         encoding = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            messages,
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+            tokenizer_kwargs=quietly,
         )
     else:
-        encoding = tokenizer("\n\n".join(message["content"] for message in messages), return_tensors="pt")
+        encoding = tokenizer("\n\n".join(message["content"] for message in messages), return_tensors="pt", **quietly)
     input_ids: torch.LongTensor = encoding["input_ids"]
     if input_ids.shape[1] == 0:
         raise InputError(

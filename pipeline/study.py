@@ -262,7 +262,9 @@ def load_params(path: str | Path = "params.yaml") -> Params:
         InputError: with one sentence on the first fault: the place, the value and what is allowed there.
     """
     try:
-        params = Params.model_validate(_read_yaml(Path(path)))
+        content = _read_yaml(Path(path))
+        _check_alias(content)
+        params = Params.model_validate(content)
         _check_names(params)
     except ValidationError as error:
         raise InputError(f"{path}: {_sentence(error.errors()[0])}.") from None
@@ -328,6 +330,14 @@ def _short(value: Any) -> str:
     """The value as YAML would have it, on one line and cut to a readable length."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _check_alias(content: Any) -> None:
+    """A study named without the star is a text to YAML, which pydantic's sentence would not explain."""
+    study, studies = (content.get(key) for key in ("study", "studies")) if isinstance(content, dict) else (None, None)
+    if isinstance(study, str) and isinstance(studies, dict):
+        aliases = ", ".join(f"*{key}" for key in studies)
+        raise _Fault(f"study is {_short(study)}; allowed: {aliases}, with the star")
 
 
 def _check_names(params: Params) -> None:

@@ -167,7 +167,10 @@ def resolve_model(name_or_path: str, models: Mapping[str, ModelSpec]) -> ModelSp
     if Path(name_or_path).is_dir():
         return LocalModel(source="local", path=name_or_path)
     if re.fullmatch(HUB_NAME, name_or_path):
+        _say(f"{name_or_path}: no folder here, so it is looked for on the hub")
         return HubModel(source="hub", repo=name_or_path)
+    if name_or_path in RESERVED_DRAFTS:
+        raise InputError(f"The target is {name_or_path!r}, which can only be a draft; allowed: a model.")
     raise InputError(
         f"The model {name_or_path!r} is not known; allowed: {', '.join(models)}, a local folder, organisation/name@revision on "
         f"the hub, or as a draft {', '.join(RESERVED_DRAFTS)}."

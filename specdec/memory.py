@@ -60,7 +60,7 @@ def require_memory(what: str, parameters: int, dtype: torch.dtype, device: Place
     remedies += ["closing other programs", f"or {elsewhere.get(kind, 'another device')}"]
     raise InputError(
         f"{what} has {parameters:,} parameters of {dtype.itemsize} bytes, which is {_gb(needed)} in "
-        f"{str(dtype).removeprefix('torch.')}, with {_gb(free)} free on {_place(device)}; allowed: {'; '.join(remedies)}."
+        f"{str(dtype).removeprefix('torch.')}, with {_gb(free)} free on {_place(device)}; what would help: {'; '.join(remedies)}."
     )
 
 

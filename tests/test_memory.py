@@ -36,15 +36,15 @@ def refusal(*arguments, **options):
 def test_the_sentence_names_the_dtypes_that_would_fit():
     assert refusal("The model models/big", 3_000_000_000, torch.float32, CPU, free=8_000_000_000) == (
         "The model models/big has 3,000,000,000 parameters of 4 bytes, which is 12.00 GB in float32, with 8.00 GB free on cpu; "
-        "allowed: bfloat16 or float16 (6.00 GB); closing other programs; or another device."
+        "what would help: bfloat16 or float16 (6.00 GB); closing other programs; or another device."
     )
 
 
 def test_where_no_dtype_fits_it_says_how_large_a_model_may_be_in_each():
     assert refusal("The model models/huge", 7_000_000_001, torch.bfloat16, CPU, free=8_000_000_001) == (
         "The model models/huge has 7,000,000,001 parameters of 2 bytes, which is 14.00 GB in bfloat16, with 8.00 GB free on cpu; "
-        "allowed: at most so many parameters: 2,000,000,000 in float32, 4,000,000,000 in bfloat16, 4,000,000,000 in float16; "
-        "closing other programs; or another device."
+        "what would help: at most so many parameters: 2,000,000,000 in float32, 4,000,000,000 in bfloat16, 4,000,000,000 in "
+        "float16; closing other programs; or another device."
     )
 
 
@@ -59,7 +59,7 @@ def test_where_no_dtype_fits_it_says_how_large_a_model_may_be_in_each():
 )
 def test_the_sentence_names_the_device_and_where_else_there_may_be_room(device, place, elsewhere):
     sentence = refusal("It", 10, torch.float32, device, free=30)
-    assert f"free on {place}; allowed: bfloat16 or float16" in sentence
+    assert f"free on {place}; what would help: bfloat16 or float16" in sentence
     assert sentence.endswith(f"closing other programs; or {elsewhere}.")
 
 
@@ -182,9 +182,7 @@ def test_a_model_that_does_not_fit_is_refused_and_its_weights_are_never_read(
     load_model(tmp_path / "model", dtype=torch.bfloat16, device=device)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"")
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read"))
-    message = (
-        rf"^The model .*model has {parameters:,} parameters of 4 bytes, .* in float32, .*allowed: bfloat16 or float16"
-    )
+    message = rf"^The model .*model has {parameters:,} parameters of 4 bytes, .* in float32.*what would help: bfloat16 or float16"
     with pytest.raises(InputError, match=message):
         load_model(tmp_path / "model", dtype=torch.float32, device=device)
 

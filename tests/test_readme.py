@@ -92,6 +92,8 @@ def test_the_sizes_of_the_hubs_models(parameters):
 
 def test_the_two_acceptance_numbers_of_the_original_study():
     assert "0.710 × 4 = 2.84" in README and round(0.710 * 4, 2) == 2.84
-    assert "about 0.87" in README and abs(expected_tokens_per_round(0.87, 4) - 3.84) < 0.02
-    assert "would give 2.83" in README and round(expected_tokens_per_round(0.710, 4), 2) == 2.83
+    assert "(1 − 0.87) = 3.86" in README and round(expected_tokens_per_round(0.87, 4), 2) == 3.86
+    for rate, accepted in ((0.642, 2.46), (0.781, 3.00), (0.612, 2.31)):
+        assert 0.04 <= round(1 - accepted / (4 * rate), 2) <= 0.06
+    assert "formula gives 2.83" in README and round(expected_tokens_per_round(0.710, 4), 2) == 2.83
     assert "k = 8 is 0.65" in README and round((expected_tokens_per_round(0.902, 8) - 1) / 8, 2) == 0.65
