@@ -108,7 +108,7 @@ def toy_cell(params: Params) -> dict[str, Any]:
         params.timing.warmup,
         params.decoding.verifier,
     )
-    device, dtype = resolve_device(params.timing.device), resolve_dtype(params.timing.dtype)
+    device, dtype = toy_device(params.timing.device), resolve_dtype(params.timing.dtype)
     return measure("toy", toy_bench(device, dtype, params.toy.prompt_tokens, params.decoding.seed), setting)
 
 
@@ -136,7 +136,7 @@ def alone(params: Params, args: argparse.Namespace) -> dict[str, Any]:
     sampling = SamplingConfig(args.temperature, args.top_k, args.top_p)
     dtype = resolve_dtype(args.dtype)
     if args.backend == "toy":
-        device = resolve_device(args.device)
+        device = toy_device(args.device)
         bench = toy_bench(device, dtype, params.toy.prompt_tokens, args.seed, args.confidence)
     else:
         pair = Pair.model_construct(target=args.target, draft=args.draft)  # unlike in params.yaml, folders are allowed
@@ -146,6 +146,11 @@ def alone(params: Params, args: argparse.Namespace) -> dict[str, Any]:
     warmup, verifier = 1, args.verifier
     setting = Setting(args.k, sampling, args.max_new_tokens, bench.end_tokens, args.seed, args.runs, warmup, verifier)
     return measure(args.backend, bench, setting)
+
+
+def toy_device(name: str) -> torch.device:
+    """There is nothing to spread."""
+    return resolve_device("auto" if name == SPREAD else name)
 
 
 def toy_bench(

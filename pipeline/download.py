@@ -7,15 +7,17 @@ without any weights, and the first cell that needs them fetches them. To fetch t
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pipeline import cli
-from pipeline.cells import read_json, write_json
+from pipeline.cells import write_json
 from pipeline.study import RESERVED_DRAFTS, HubModel, load_params, pair_spec
-from pipeline.weights import describe, fetch_model, load_pair, pinned
+from pipeline.weights import check_recorded, describe, fetch_model, load_pair, pinned, read_manifest
+from specdec.errors import InputError
 
 
 def main() -> None:
@@ -27,16 +29,25 @@ def main() -> None:
     args = parser.parse_args()
     params = load_params()
     pair = pair_spec(params, args.pair)
+    recorded = read_manifest(args.out)
     # What another pair's manifest says of a branch holds for this one too.
-    manifests = [path for path in (args.out, *sorted(args.out.parent.glob("*.json"))) if path.exists()]
-    models = pinned(params.models, *map(read_json, manifests))
+    others = []
+    for path in sorted(args.out.parent.glob("*.json")):
+        with suppress(InputError):  # one that is broken is its own pair's fault
+            others.append(read_manifest(path))
+    models = pinned(params.models, recorded, *others)
     manifest: dict[str, dict[str, Any]] = {}
     for role, name in (("target", pair.target), ("draft", pair.draft)):
         manifest[role] = {"name": name}
         if name not in RESERVED_DRAFTS:
-            manifest[role] |= describe(*fetch_model(name, models[name]))
+            path, record = fetch_model(name, models[name])
+            check_recorded(record, recorded.get(role, {}), args.out)
+            manifest[role] |= describe(path, record)
         if isinstance(params.models.get(name), HubModel):
             manifest[role]["source"] = params.models[name].model_dump()  # with the branch that was asked for
+            if manifest[role]["revision"] == recorded.get(role, {}).get("revision"):
+                # Without the hub the licence is not known: that is no news of the weights.
+                manifest[role]["licence"] = manifest[role]["licence"] or recorded[role].get("licence")
     if pair.draft not in RESERVED_DRAFTS:
         # A draft that does not fit must stop here: DVC deletes the results of the cells behind before it runs them.
         load_pair(pair, models, device=torch.device("cpu"), dtype=torch.float32)

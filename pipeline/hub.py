@@ -1,18 +1,19 @@
 """Checkpoints from the model hub, by huggingface_hub's own client, in its own cache (HF_HOME).
 
 The client honours HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE and retries what a retry may mend. What it does not do is done here:
-only the files that a model is loaded from are fetched; every file that arrives is hashed, since the client takes wrong bytes of
-the right size; a weights file whose download was killed goes on where it stopped; and a revision whose files were all verified
-gets a record below models/hub/, with which it is used again without asking the hub.
+only the files that a model is loaded from are fetched; every file that arrives is hashed, since the client checks sizes only;
+a weights file whose download was killed goes on where it stopped; and a revision whose files were all verified gets a record
+below models/hub/, with which it is used again without asking the hub.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 import httpx2
 from filelock import FileLock
-from huggingface_hub import HfApi, constants, get_cached_repo_tree, hf_hub_url, snapshot_download
+from huggingface_hub import HfApi, constants, get_cached_repo_tree, hf_hub_download, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (
     CachedRepoTreeNotFoundError,
     GatedRepoError,
@@ -37,15 +38,17 @@ from huggingface_hub.utils import build_hf_headers, get_token
 from pipeline.cells import read_json, write_json, write_text
 from specdec.errors import InputError
 
-REACH = "run again with a network, or set HF_HOME to a cache that does"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _CONFIG = ("config.json", "generation_config.json")
-_TOKENIZER = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+# A tokenizer is in one of these; the others say more about it.
+TOKENIZER = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+_TOKENIZER_DETAILS = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "merges.txt"),
 )
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+REACH = "run again when it answers, or set HF_HOME to a cache that does"
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class HubFile:
 
 
 class Unreachable(InputError):
-    """The hub gave no answer: no network, or HF_HUB_OFFLINE. The beginning of a sentence."""
+    """The hub gave no answer: no network, an outage, or HF_HUB_OFFLINE. The beginning of a sentence."""
 
 
 def resolve(repo: str, revision: str | None) -> str:
@@ -75,27 +78,28 @@ def resolve(repo: str, revision: str | None) -> str:
     Raises:
         InputError: neither the hub nor the cache tells.
     """
-    if revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision):
+    if revision is not None and _COMMIT.fullmatch(revision):
         return revision
     name = revision or constants.DEFAULT_REVISION
     try:
         with _sentences(repo, revision):
             reference = _cache_folder(repo) / "refs" / name
             commit = HfApi().model_info(repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT).sha
+            if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
+                raise ValueError(f"the commit {commit!r}")
     except Unreachable as unreachable:
         if not reference.is_file():
             raise InputError(f"{unreachable}, and {_cache()} does not know {repo}@{name}; {REACH}.") from None
         commit = reference.read_text(encoding="utf-8").strip()
         _say(f"{repo}: the hub gives no answer; {name} was {commit} when it last did")
         return commit
-    assert commit is not None  # the hub always sends it; the field is optional for other uses of the class
     with suppress(InputError):  # a cache that may only be read
         write_text(reference, commit)
     return commit
 
 
 def ensure(repo: str, commit: str, models_dir: Path, weights_sha256: str | None = None) -> tuple[Path, dict[str, Any]]:
-    """The cache's folder of that commit, with all files that a model is loaded from, and its record; fetched if not there yet.
+    """The cache's folder of that commit, with all files that a model is loaded from, and its record; fetched if need be.
 
     Cheap, and without a request, when the record is there: files are compared by size.
 
@@ -103,7 +107,8 @@ def ensure(repo: str, commit: str, models_dir: Path, weights_sha256: str | None 
         weights_sha256: what model.safetensors must be, whatever the hub says.
 
     Returns:
-        The folder, and {repo, revision, licence, files: {name: {sha256, bytes}}}.
+        The folder, and {repo, revision, licence, files: {name: {sha256, bytes}}}; the licence is None if only the cache was
+        there to tell.
 
     Raises:
         InputError: it cannot be had, is not what the hashes promise, or there is no room for it.
@@ -111,13 +116,15 @@ def ensure(repo: str, commit: str, models_dir: Path, weights_sha256: str | None 
     with _sentences(repo, commit):
         folder = _cache_folder(repo) / "snapshots" / commit
     path = models_dir / "hub" / f"{repo.replace('/', '--')}@{commit}.json"
-    record = _good_record(path, folder, repo)
+    record, _ = _good_record(path, folder, repo)
     if record is None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # The system drops the lock of a process that was killed.
         with FileLock(path.with_suffix(".lock")):
-            record = _good_record(path, folder, repo)  # another process may have been first
+            record, fault = _good_record(path, folder, repo)  # another process may have been first
             if record is None:
+                if fault is not None:
+                    _say(f"{repo}: {fault}; fetching what is missing")
                 try:
                     record = _download(repo, commit, folder, weights_sha256)
                 except Unreachable as unreachable:
@@ -137,10 +144,10 @@ def _cache_folder(repo: str) -> Path:
     return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
 
 
-def _good_record(path: Path, folder: Path, repo: str) -> dict[str, Any] | None:
-    """The record, if the cache still holds all of it; says what is wrong if it does not."""
+def _good_record(path: Path, folder: Path, repo: str) -> tuple[dict[str, Any] | None, str | None]:
+    """The record, if the cache still holds all of it; else what is wrong, which is None if there is no record yet."""
     if not path.exists():
-        return None
+        return None, None
     try:
         record = read_json(path)
         faults = [_fault(folder / name, file["bytes"]) for name, file in record["files"].items()]
@@ -148,10 +155,8 @@ def _good_record(path: Path, folder: Path, repo: str) -> dict[str, Any] | None:
             faults = [f"{path} is about something else"]
     except (InputError, KeyError, TypeError, AttributeError):
         faults = [f"{path} is broken"]
-    for fault in filter(None, faults):
-        _say(f"{repo}: {fault}; fetching what is missing")
-        return None
-    return record
+    fault = next(filter(None, faults), None)
+    return (record, None) if fault is None else (None, fault)
 
 
 def _fault(path: Path, size: int) -> str | None:
@@ -164,24 +169,17 @@ def _fault(path: Path, size: int) -> str | None:
 
 def _download(repo: str, commit: str, folder: Path, weights_sha256: str | None) -> dict[str, Any]:
     """Fetch what is missing, verify all, and return the record."""
-    with _sentences(repo, commit):
-        info = HfApi().model_info(repo, revision=commit, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    listed = [
-        HubFile(f.rfilename, f.size or 0, f.blob_id or "", f.lfs.sha256 if f.lfs else None) for f in info.siblings or []
-    ]
-    files = _needed(listed, f"{repo}@{commit}")
-    if unknown := [f.name for f in files if not f.etag]:
-        raise InputError(
-            f"The hub {constants.ENDPOINT} tells no hash of {unknown[0]} of {repo}; allowed: hubs that do."
-        )
+    what = f"{repo}@{commit}"
+    listed, licence = _listing(repo, commit)
+    files = _needed(listed, repo, commit, lambda: Path(hf_hub_download(repo, _INDEX, revision=commit)))
     promised = next((f.sha256 for f in files if f.name == _WEIGHTS), None)
     if weights_sha256 not in (None, promised):
         found = f"the sha256 {promised} by the hub" if promised else "several parts, so no sha256 of its own"
-        raise InputError(f"{_WEIGHTS} of {repo}@{commit} has {found}; allowed: {weights_sha256}.")
+        raise InputError(f"{_WEIGHTS} of {what} has {found}; allowed: {weights_sha256}.")
+    blobs = folder.parents[1] / "blobs"
     missing = [f for f in files if _fault(folder / f.name, f.size) is not None]
     for file in missing:
-        _remove(folder / file.name)  # whatever lies there is not the file
-    blobs = folder.parents[1] / "blobs"
+        _remove(folder / file.name, blobs)  # whatever lies there is not the file
     _require_room(repo, missing, blobs)
     for file in missing:
         if file.sha256 is not None and file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
@@ -190,26 +188,49 @@ def _download(repo: str, commit: str, folder: Path, weights_sha256: str | None) 
         snapshot_download(repo, revision=commit, allow_patterns=[f.name for f in files])
     for file in files:  # where the hub broke off, the client gives the folder that it has
         if (fault := _fault(folder / file.name, file.size)) is not None:
-            raise InputError(f"The hub {constants.ENDPOINT} broke off: of {repo}@{commit} {fault}; run again to go on.")
-    licence = getattr(info.card_data, "license", None)
-    return _record(repo, commit, licence, {f.name: f.etag for f in files}, folder)
+            raise InputError(f"The hub {constants.ENDPOINT} broke off: of {what} {fault}; run again to go on.")
+    _say(f"{repo}: verifying")
+    sums = {}
+    for file in files:
+        sums[file.name], git = _hashes(folder / file.name)
+        if file.etag not in (sums[file.name], git):
+            _remove(folder / file.name, blobs)
+            raise _wrong(file, what, sums[file.name] if file.sha256 else git)
+    return _record(repo, commit, licence, files, sums)
 
 
-def _needed(files: list[HubFile], what: str) -> list[HubFile]:
+def _listing(repo: str, commit: str) -> tuple[list[HubFile], Any]:
+    """Every file of the repository, and its licence."""
+    with _sentences(repo, commit):
+        info = HfApi().model_info(repo, revision=commit, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        listed = []
+        for f in info.siblings or []:
+            file = HubFile(f.rfilename, f.size or 0, f.blob_id or "", f.lfs.sha256 if f.lfs else None)
+            if not isinstance(f.size, int) or not _HASH.fullmatch(file.etag):
+                raise ValueError(f"{file.name} of {f.size} bytes with the hash {file.etag!r}")
+            listed.append(file)
+    return listed, getattr(info.card_data, "license", None)
+
+
+def _needed(files: list[HubFile], repo: str, commit: str, index: Callable[[], Path]) -> list[HubFile]:
     """What a model is loaded from, and no more: other frameworks' weights can be several times its size.
 
+    Args:
+        index: fetches the list of shards, where there is one.
+
     Raises:
-        InputError: there is no config, or there are no safetensors weights.
+        InputError: there is no config, or there are no safetensors weights, or no tokenizer.
     """
     names = {file.name for file in files}
-    for wanted in ({"config.json"}, {_WEIGHTS, _INDEX}):
-        if not names & wanted:
-            raise InputError(
-                f"{what} has no {sorted(wanted)[0]}; allowed: repositories with config.json and {_WEIGHTS}."
-            )
-    # As transformers chooses: shards only where there is no single file.
-    weights = {_WEIGHTS} if _WEIGHTS in names else {_INDEX, *(name for name in names if _SHARD.fullmatch(name))}
-    return [file for file in files if file.name in weights or file.name in (*_CONFIG, *_TOKENIZER)]
+    for wanted in (["config.json"], [_WEIGHTS, _INDEX], TOKENIZER):
+        if not names.intersection(wanted):
+            allowed = f"config.json, {_WEIGHTS} and {TOKENIZER[0]}"
+            raise InputError(f"{repo}@{commit} has no {wanted[0]}; allowed: repositories with {allowed}.")
+    weights = {_WEIGHTS}
+    if _WEIGHTS not in names:  # as transformers chooses: shards only where there is no single file
+        with _sentences(repo, commit):
+            weights = {_INDEX, *json.loads(index().read_text(encoding="utf-8"))["weight_map"].values()}
+    return [f for f in files if f.name in weights or f.name in (*_CONFIG, *TOKENIZER, *_TOKENIZER_DETAILS)]
 
 
 def _require_room(repo: str, missing: list[HubFile], blobs: Path) -> None:
@@ -244,16 +265,18 @@ def _fetch_large(repo: str, commit: str, file: HubFile, blobs: Path) -> None:
         with _sentences(repo, commit, file.name), partial.open("ab") as stream:
             have = stream.tell()
             _say(f"{repo}: fetching {file.name}" + (f" from byte {have} on" if have else ""))
-            url = hf_hub_url(repo, file.name, revision=commit)
             http_get(
-                url,
+                hf_hub_url(repo, file.name, revision=commit),
                 stream,
                 resume_size=have,
                 headers={**build_hf_headers(), "Accept-Encoding": "identity"},  # a range of the file, not of its gzip
                 expected_size=file.size,
                 displayed_filename=file.name,
             )
-        _verify(partial, file.name, file.etag, f"{repo}@{commit}")
+        sha256, _ = _hashes(partial)
+        if sha256 != file.sha256:
+            partial.unlink()
+            raise _wrong(file, f"{repo}@{commit}", sha256)
         partial.replace(blob)
 
 
@@ -261,63 +284,65 @@ def _from_cache(repo: str, commit: str, folder: Path, unreachable: Unreachable) 
     """The record of a commit that another program, or another checkout, brought into the cache.
 
     The cache's own listing tells whether it is complete; a folder that merely exists proves nothing. In the cache a file's
-    content is named by its hash.
+    content is named by its hash. Nothing is deleted here, for it could not be fetched again.
 
     Raises:
         InputError: the cache has no listing, or not every file.
     """
     lack = f"{unreachable}, and {_cache()} does not hold all of {repo}@{commit}"
+
+    def index() -> Path:
+        if not (folder / _INDEX).is_file():
+            raise InputError(f"{lack} ({_INDEX} is missing); {REACH}.")
+        return folder / _INDEX
+
     try:
         listed = [HubFile(f.path, f.size, f.blob_id, None) for f in get_cached_repo_tree(repo, revision=commit)]
+        files = _needed(listed, repo, commit, index)
     except CachedRepoTreeNotFoundError:
         raise InputError(f"{lack}; {REACH}.") from None
-    files = _needed(listed, f"{repo}@{commit}")
+    _say(f"{repo}: verifying")
+    sums = {}
     for file in files:
-        fault = _fault(folder / file.name, file.size)
-        if fault is None and not (folder / file.name).is_symlink():
+        path = folder / file.name
+        fault, content = _fault(path, file.size), path.resolve().name
+        if fault is None and not _HASH.fullmatch(content):
             fault = f"{file.name} is no link to a content named by its hash"
+        if fault is None:
+            sums[file.name], git = _hashes(path)
+            fault = None if content in (sums[file.name], git) else f"{file.name} is not what its hash says"
         if fault is not None:
             raise InputError(f"{lack} ({fault}); {REACH}.")
-    names = {file.name: (folder / file.name).resolve().name for file in files}
-    return _record(repo, commit, None, names, folder)
+    return _record(repo, commit, None, files, sums)
 
 
-def _record(repo: str, commit: str, licence: Any, etags: dict[str, str], folder: Path) -> dict[str, Any]:
-    """Hash every file and describe them."""
-    _say(f"{repo}: verifying")
-    files = {
-        name: {
-            "sha256": _verify(folder / name, name, etag, f"{repo}@{commit}"),
-            "bytes": (folder / name).stat().st_size,
-        }
-        for name, etag in etags.items()
-    }
-    return {"repo": repo, "revision": commit, "licence": licence, "files": files}
+def _record(repo: str, commit: str, licence: Any, files: list[HubFile], sums: dict[str, str]) -> dict[str, Any]:
+    described = {file.name: {"sha256": sums[file.name], "bytes": file.size} for file in files}
+    return {"repo": repo, "revision": commit, "licence": licence, "files": described}
 
 
-def _verify(path: Path, name: str, etag: str, what: str) -> str:
-    """The file's sha256; `etag` is it, or git's hash of the file.
-
-    Raises:
-        InputError: the content has another hash. The file is gone then, so that the next run fetches it anew.
-    """
+def _hashes(path: Path) -> tuple[str, str]:
+    """The sha256 of a file, and git's hash of it, by which the hub knows small files."""
+    sha256, git = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % path.stat().st_size)
     with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    found = sha256
-    if len(etag) == 40:
-        content = path.read_bytes()
-        found = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-    if found != etag:
-        _remove(path)
-        raise InputError(
-            f"{name} of {what} arrived with the hash {found} instead of {etag} and was deleted; run again to fetch it anew."
-        )
-    return sha256
+        while block := file.read(2**20):
+            sha256.update(block)
+            git.update(block)
+    return sha256.hexdigest(), git.hexdigest()
 
 
-def _remove(path: Path) -> None:
-    """A file of the cache: the link, and the content that it points to."""
-    path.resolve().unlink(missing_ok=True)
+def _wrong(file: HubFile, what: str, found: str) -> InputError:
+    return InputError(
+        f"{file.name} of {what} arrived with the hash {found} instead of {file.etag} and was deleted; run again to fetch it "
+        "anew."
+    )
+
+
+def _remove(path: Path, blobs: Path) -> None:
+    """A file of the cache: the link, and the content that it points to unless that lies elsewhere."""
+    content = path.resolve()
+    if content.parent == blobs.resolve():
+        content.unlink(missing_ok=True)
     path.unlink(missing_ok=True)
 
 
@@ -327,12 +352,14 @@ def _sentences(repo: str, revision: str | None, file: str | None = None) -> Iter
 
     Raises:
         Unreachable: no answer came.
-        InputError: the answer was no.
+        InputError: the answer was no, or nothing that a hub would say; or a file could not be written.
     """
     what = f"{repo}@{revision}" if revision else repo
     try:
         yield
-    except (httpx2.HTTPError, OfflineModeIsEnabled, OSError, ValueError, KeyError, TypeError) as error:
+    except InputError:
+        raise
+    except (httpx2.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise _as_sentence(error, repo, what, file) from None
 
 
@@ -346,31 +373,35 @@ def _as_sentence(error: BaseException, repo: str, what: str, file: str | None) -
         case RepositoryNotFoundError():
             return InputError(f"The hub has no model {repo}, or it is private and {token}.")
         case RevisionNotFoundError():
-            return InputError(
-                f"The hub's {repo} has no revision {what.partition('@')[2]}; allowed: a branch, tag or commit of it."
-            )
+            revision = what.partition("@")[2]
+            return InputError(f"The hub's {repo} has no revision {revision}; allowed: a branch, tag or commit of it.")
         case HFValidationError():
             return InputError(f"{what} is not the name of a model on the hub; allowed: organisation/name@revision.")
         case OfflineModeIsEnabled():
             return Unreachable("HF_HUB_OFFLINE is set, so the hub is not asked")
         case HfHubHTTPError():
-            status = error.response.status_code
-            advice = {401: token, 403: token, 429: "too many requests; wait, or set HF_TOKEN"}.get(
-                status, "try again later"
-            )
-            return InputError(f"The hub {constants.ENDPOINT} answers {status} when asked for {what}: {advice}.")
+            return _refusal(error.response.status_code, what, token)
         case httpx2.TransportError() if file is None:
-            reason = str(error) or type(error).__name__
-            return Unreachable(f"The hub {constants.ENDPOINT} cannot be reached ({reason.rstrip('.')})")
+            reason = (str(error) or type(error).__name__).rstrip(".")
+            return Unreachable(f"The hub {constants.ENDPOINT} cannot be reached ({reason})")
         case httpx2.HTTPError() | OSError() if file is not None and not getattr(error, "errno", None):
             return InputError(
                 f"The connection broke while {file} of {what} was fetched; run again to go on from there."
             )
         case OSError() if error.errno:
-            return InputError(f"{what} cannot be written to {constants.HF_HUB_CACHE}: {error.strerror}.")
-        case ValueError() | KeyError() | TypeError():
-            return InputError(f"What answers at {constants.ENDPOINT} when asked for {what} is no model hub.")
-    return InputError(f"{what} cannot be fetched: {str(error).strip().splitlines()[0].rstrip('.')}.")
+            place = error.filename or constants.HF_HUB_CACHE
+            return InputError(f"{what} cannot be fetched ({place}: {error.strerror}).")
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return InputError(f"Asked for {what}, {constants.ENDPOINT} gave no answer of a model hub ({reason}).")
+
+
+def _refusal(status: int, what: str, token: str) -> InputError:
+    answer = f"The hub {constants.ENDPOINT} answers {status} when asked for {what}"
+    if status in (401, 403):
+        return InputError(f"{answer}: {token}.")
+    if status == 429:
+        return Unreachable(f"{answer} (too many requests, of which HF_TOKEN allows more)")
+    return Unreachable(answer) if status >= 500 else InputError(f"{answer}.")
 
 
 def _say(step: str) -> None:

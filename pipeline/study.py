@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 # Drafts that are made from the target or its text, so no model of params.yaml may have such a name.
 RESERVED_DRAFTS = ("int8", "bf16", "lookup")
-# organisation/name, with or without @revision; as on the hub, without two dots or hyphens in a row, since both become paths
-HUB_NAME = r"(?!.*(\.\.|--))[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@\w[\w./-]*)?"
+# organisation/name, with or without @revision. As on the hub and in git: no two dots in a row, since both become paths.
+HUB_NAME = r"(?![^@]*--)(?!.*\.\.)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@\w[\w./-]*)?"
 DEVICES = ("auto", "cpu", "cuda", "mps", "spread")
 
 
@@ -358,6 +358,13 @@ def _check_names(params: Params) -> None:
         for index, name in enumerate(study.pairs):
             if name not in params.pairs:
                 raise _Fault(f"{place}.pairs[{index}] is {_short(name)}; allowed: {', '.join(params.pairs)}")
+            pair = params.pairs[name]
+            device = pair.device or (params.timing.device if place == "study" else None)
+            if device == "spread" and pair.draft in ("int8", "bf16"):
+                raise _Fault(
+                    f"{place}.pairs[{index}] is {_short(name)}, whose draft {pair.draft} copies a target on one device, "
+                    "and it is timed on spread; allowed: another device, or a pair with another draft"
+                )
         for index, name in enumerate(study.detail_pairs):
             if name not in study.pairs:
                 raise _Fault(f"{place}.detail_pairs[{index}] is {_short(name)}; allowed: {', '.join(study.pairs)}")

@@ -91,10 +91,10 @@ def load_pair(
         raise InputError(
             f"The confidence threshold is {confidence_threshold} with the draft lookup; allowed: 0, since it has no model."
         )
-    recorded = read_json(manifest) if manifest is not None and manifest.exists() else {}
+    recorded = read_manifest(manifest) if manifest is not None else {}
     models = pinned(models, recorded)
     path, record = fetch_model(pair.target, resolve_model(pair.target, models), models_dir)
-    _check_recorded(record, recorded.get("target", {}), manifest)
+    check_recorded(record, recorded.get("target", {}), manifest)
     target, tokenizer = load_model(path, dtype=dtype, device=device), load_tokenizer(path)
     parameters, revision = count_parameters(target), record.get("revision")
     draft_revision = revision
@@ -113,7 +113,7 @@ def load_pair(
             drafter = ModelDrafter(copy(target), confidence_threshold)
         case name:
             path, record = fetch_model(name, resolve_model(name, models), models_dir)
-            _check_recorded(record, recorded.get("draft", {}), manifest)
+            check_recorded(record, recorded.get("draft", {}), manifest)
             draft = load_model(path, dtype=dtype, device=target.device)
             check_pair(target, draft, tokenizer, load_tokenizer(path))
             drafter = ModelDrafter(draft, confidence_threshold, vocabulary_size(target))
@@ -122,18 +122,34 @@ def load_pair(
     return LoadedPair(target, drafter, parameters, tokenizer, ends, revision, draft_revision)
 
 
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What stage `download` wrote about a pair; empty if it did not run yet.
+
+    Raises:
+        InputError: the file is broken.
+    """
+    if not path.exists():
+        return {}
+    manifest = read_json(path)
+    for role in ("target", "draft"):
+        entry = manifest.get(role)
+        if not isinstance(entry, dict) or ("revision" in entry and not isinstance(entry.get("files"), dict)):
+            raise InputError(f"{path} is no manifest ({role}); bring it back with `git checkout {path}` or delete it.")
+    return manifest
+
+
 def pinned(models: Mapping[str, ModelSpec], *manifests: Mapping[str, Any]) -> dict[str, ModelSpec]:
     """The models, each of the hub at the commit that the first manifest with it has: a branch moves, a study does not."""
     found = dict(models)
     for manifest in manifests:
         for role in (manifest.get("target", {}), manifest.get("draft", {})):
             spec = found.get(role.get("name"))
-            if isinstance(spec, HubModel) and spec.model_dump() == role.get("source"):
+            if isinstance(spec, HubModel) and spec.model_dump() == role.get("source") and "revision" in role:
                 found[role["name"]] = spec.model_copy(update={"repo": f"{spec.repository}@{role['revision']}"})
     return found
 
 
-def _check_recorded(record: Mapping[str, Any], expected: Mapping[str, Any], manifest: Path | None) -> None:
+def check_recorded(record: Mapping[str, Any], expected: Mapping[str, Any], manifest: Path | None) -> None:
     """Refuse weights from the hub that are not those of the manifest: a mirror may hold others under the same commit.
 
     Raises:
@@ -143,7 +159,9 @@ def _check_recorded(record: Mapping[str, Any], expected: Mapping[str, Any], mani
         return  # made for another revision, so `download` has to run first
     for name, file in record.get("files", {}).items() if record.get("revision") else ():
         if file != expected["files"].get(name):
-            raise InputError(f"{name} of {record['repo']} is not what {manifest} records; allowed: the same bytes.")
+            raise InputError(
+                f"{name} of {record['repo']} is not what {manifest} records; allowed: the same bytes, or no such manifest."
+            )
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -183,16 +201,15 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         InputError: there is none, or it is broken.
     """
+    if not any((Path(path) / name).is_file() for name in hub.TOKENIZER):  # transformers would make up an empty one
+        raise InputError(
+            f"{path} has no tokenizer; allowed: folders with tokenizer.json, or another tokenizer's files."
+        )
     try:
         with quiet_transformers():
             return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # what a broken file raises depends on where it is broken
         raise InputError(f"{path} has no tokenizer that can be loaded: {_first_line(error)}.") from None
-
-
-def ensure_model(name: str, spec: ModelSpec, models_dir: Path = MODELS_DIR) -> Path:
-    """The folder of `fetch_model`."""
-    return fetch_model(name, spec, models_dir)[0]
 
 
 def fetch_model(name: str, spec: ModelSpec, models_dir: Path = MODELS_DIR) -> tuple[Path, dict[str, Any]]:
@@ -430,7 +447,7 @@ def _check_sha256(path: Path, expected: str, what: str, key: str) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def _say(step: str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.errors import InputError
+from specdec.memory import free_memory, require_memory
 
 TIE_GAP = 5e-4  # in logits, float32; ten times the difference seen between kernels
 # In a coarser format a gap is told in units in the last place (ulps) of the largest logit: of a bfloat16 logit near 20, one is
@@ -104,6 +105,7 @@ def check_device(model: PreTrainedModel, input_ids: Tensor) -> float:
     text = input_ids.cpu().repeat(1, -(-_CHECKED_TOKENS // input_ids.shape[1]))
     with torch.inference_mode():
         logits = model(text.to(model.device)).logits[0, 1:].cpu().double()
+    _require_room(model)
     with _float32_on_the_cpu(model), torch.inference_mode():
         expected = model(text).logits[0, 1:].double()
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
@@ -115,6 +117,16 @@ def check_device(model: PreTrainedModel, input_ids: Tensor) -> float:
             f"the CPU's by {error:.2g} of their spread (torch {torch.__version__}); allowed: at most {allowed:g}, another device"
         )
     return error
+
+
+def _require_room(model: PreTrainedModel) -> None:
+    """For the model in float32 in main memory. What it already has there it gives up; so it does on mps, which has no other."""
+    cpu = torch.device("cpu")
+    parameters = list(model.parameters())
+    held = 0 if model.device.type == "cuda" else sum(parameter.nbytes for parameter in parameters)
+    count = sum(parameter.numel() for parameter in parameters)
+    what = f"{type(model).__name__}, to be checked against the CPU,"
+    require_memory(what, count, torch.float32, cpu, free=free_memory(cpu) + held)
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def _cgroup_rooms() -> list[int]:
             limit = (group / "memory.max").read_text(encoding="utf-8").strip()
             used = int((group / "memory.current").read_text(encoding="utf-8"))
             lines = (group / "memory.stat").read_text(encoding="utf-8").splitlines()
-        except OSError:
+        except (OSError, ValueError):
             continue  # the system's root has no limit
         if limit != "max":
             stat = dict(line.split() for line in lines)

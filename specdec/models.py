@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -125,6 +124,10 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: Placement) -> Pr
     parameters = _count_before_loading(path)
     if parameters is not None:
         require_memory(f"The model {path}", parameters, dtype, device)
+        if (
+            isinstance(device, torch.device) and device.type != "cpu"
+        ):  # on their way there all weights lie in main memory
+            require_memory(f"The model {path}", parameters, dtype, torch.device("cpu"))
     try:
         with quiet_transformers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -137,7 +140,7 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: Placement) -> Pr
                 ignore_mismatched_sizes=True,  # they are refused below, by name
                 output_loading_info=True,
             )
-    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # a configuration can be wrong in any way, and asks for packages that are not here
         raise InputError(f"{path} cannot be loaded as a causal language model: {_reason(error)}.") from None
     model, info = loaded
     for kind in ("missing", "unexpected", "mismatched"):

@@ -297,6 +297,8 @@ def test_a_pair_is_timed_on_its_own_device_or_else_on_the_studys(
 ):
     cells.write_json(cells.HARDWARE, {"fingerprint": {"threads": 7, "cpu": "Imaginary 1"}})
     text = (loaded.folder / "params.yaml").read_text(encoding="utf-8").replace("device: cpu", f"device: {timing}")
+    for draft in ("int8", "bf16"):  # other pairs, which cannot be spread
+        text = text.replace(f"draft: {draft}}}", f"draft: {draft}, device: cpu}}")
     if pair:
         text = text.replace("{target: small, draft: lookup}", f"{{target: small, draft: lookup, device: {pair}}}")
     (loaded.folder / "params.yaml").write_text(text, encoding="utf-8")
@@ -316,6 +318,12 @@ def test_a_target_over_several_devices_is_called_spread_and_not_compared_with_th
     record = cells.read_json("cell.json")
     assert loaded.asked[2] == "spread" == record["device"] and record["device_logit_error"] is None
     assert seen.target is loaded.target
+
+
+def test_the_toy_pair_is_not_spread():
+    assert benchmark.toy_device("spread") == benchmark.toy_device("auto") == torch.device("cpu")
+    with pytest.raises(InputError, match="not available here"):
+        benchmark.toy_device("gpu")
 
 
 # How it is shown

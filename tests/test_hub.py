@@ -392,7 +392,7 @@ def test_a14_a_damaged_cache_without_a_network_is_refused(server, fetch, refused
     for _ in range(2):
         text = refused("cannot be reached", checkout=checkout)
         assert (
-            f", and the cache {constants.HF_HUB_CACHE} does not hold all of a/b@{commit} ({message}); run again with"
+            f", and the cache {constants.HF_HUB_CACHE} does not hold all of a/b@{commit} ({message}); run again when"
             in text
         )
 
@@ -464,7 +464,7 @@ def test_a14_a_partial_cache_is_never_taken_for_a_model(server, fetch, refused, 
         assert not (snapshot(tmp_path, commit) / "tokenizer.json").exists()
     if trouble == "down":
         fault = " (tokenizer.json is missing)" if left_by == "this program" else ""
-        assert f"the cache {constants.HF_HUB_CACHE} does not hold all of a/b@{commit}{fault}; run again with" in message
+        assert f"the cache {constants.HF_HUB_CACHE} does not hold all of a/b@{commit}{fault}; run again when" in message
         return
     server.mend()
     server.sent.clear()
@@ -509,7 +509,7 @@ def test_a14_weights_that_are_not_those_of_params_yaml_are_refused_before_they_a
 def test_weights_in_shards_have_no_hash_of_their_own(server, refused, shards):
     server.add("a/b", shards)
     refused(f"{WEIGHTS} of a/b@.* has several parts, so no sha256 of its own; allowed: 0", weights_sha256="0" * 64)
-    assert server.sent == []
+    assert names_sent(server) == [f"{WEIGHTS}.index.json"]
 
 
 def test_a14_a_copy_without_a_name_that_tells_its_hash_is_refused_without_a_network(server, fetch, refused):
@@ -518,7 +518,7 @@ def test_a14_a_copy_without_a_name_that_tells_its_hash_is_refused_without_a_netw
     (folder / "config.json").unlink()
     (folder / "config.json").write_bytes(SMALL["config.json"])
     server.close()
-    refused(r"\(config\.json is no link to a content named by its hash\); run again with", checkout="elsewhere")
+    refused(r"\(config\.json is no link to a content named by its hash\); run again when", checkout="elsewhere")
 
 
 # Who may have it, and what may go wrong
@@ -561,21 +561,23 @@ def test_names_that_the_hub_does_not_know(server, refused, tmp_path, monkeypatch
     assert server.sent == [] and not list((tmp_path / "home").glob("hub/*/snapshots/*"))
 
 
-@pytest.mark.parametrize("lacking", ["config.json", WEIGHTS])
+@pytest.mark.parametrize("lacking", ["config.json", WEIGHTS, "tokenizer.json"])
 def test_a_repository_of_another_kind_is_refused(server, refused, lacking):
     files = SMALL | {"pytorch_model.bin": b"x", "model.gguf": b"x"}
     commit = server.add("a/b", {name: content for name, content in files.items() if name != lacking})
-    sentence = f"a/b@{commit} has no {lacking}; allowed: repositories with config.json and model.safetensors."
+    allowed = "repositories with config.json, model.safetensors and tokenizer.json"
+    sentence = f"a/b@{commit} has no {lacking}; allowed: {allowed}."
     assert refused(None) == sentence
     assert server.sent == []
 
 
 ADVICE = {
-    401: "HF_TOKEN is not set",
-    403: "HF_TOKEN is not set",
-    429: "too many requests; wait, or set HF_TOKEN",
-    500: "try again later",
-    503: "try again later",
+    401: ": HF_TOKEN is not set.",
+    403: ": HF_TOKEN is not set.",
+    418: ".",
+    429: " (too many requests, of which HF_TOKEN allows more), and the cache ",
+    500: ", and the cache ",
+    503: ", and the cache ",
 }
 
 
@@ -586,7 +588,8 @@ def test_an_error_of_the_hub_is_one_sentence(server, fetch, refused, part, statu
     server.fail(part, status)
     message = refused(None)
     what = "a/b" if part == "/api/models/" else f"a/b@{commit}"
-    assert message == f"The hub {server.endpoint} answers {status} when asked for {what}: {ADVICE[status]}."
+    assert message.startswith(f"The hub {server.endpoint} answers {status} when asked for {what}{ADVICE[status]}")
+    assert message.endswith(hub.REACH + "." if status in (429, 500, 503) else ADVICE[status])
     assert (WEIGHTS in names_sent(server)) == (part == "tokenizer.json")
     server.mend()
     fetch()
@@ -602,7 +605,7 @@ def test_too_many_requests_for_a_moment_are_waited_for(server, fetch, part):
 
 def test_a_mirror_that_leads_in_circles_is_one_sentence(server, refused):
     server.fail("/api/models/", 307, headers={"Location": f"{server.endpoint}/api/models/a/b"})
-    assert re.fullmatch(r"a/b cannot be fetched: [^\n]*redirects\.", refused("redirects"))
+    assert refused("redirects").startswith(f"Asked for a/b, {server.endpoint} gave no answer of a model hub (")
 
 
 def test_an_answer_that_is_not_the_hubs_is_one_sentence(server, refused):
@@ -688,8 +691,8 @@ def test_a_disk_that_fills_up_on_the_way_is_one_sentence(server, fetch, refused,
 
     with monkeypatch.context() as patch:
         patch.setattr(hub, "http_get", full)
-        message = refused("cannot be written")
-    assert message == f"a/b@{commit} cannot be written to {constants.HF_HUB_CACHE}: No space left on device."
+        message = refused("cannot be fetched")
+    assert message == f"a/b@{commit} cannot be fetched ({constants.HF_HUB_CACHE}: No space left on device)."
     assert partial(tmp_path).stat().st_size == 2 * CHUNK
     fetch()
     assert sent(server) == [(2 * CHUNK, SIZE - 2 * CHUNK)]
@@ -734,3 +737,81 @@ def test_two_at_once_fetch_the_weights_once(server, fetch, tmp_path, checkouts):
     # Who comes second finds the record of its own checkout, and has no question left.
     described = [path for path in asked(server) if "blobs=" in path]
     assert len(records(tmp_path)) == len(described) == len(set(checkouts))
+
+
+# What lies outside, and what nobody can fetch again
+
+
+def test_a_file_outside_the_cache_is_never_deleted(server, fetch, refused, tmp_path):
+    """Someone keeps weights elsewhere and links them into the cache."""
+    server.add("a/b", SMALL)
+    folder, record = fetch()
+    elsewhere = tmp_path / "precious.safetensors"
+    for content in (SMALL[WEIGHTS], SMALL[WEIGHTS][:-1] + b"x", b"short"):
+        elsewhere.write_bytes(content)
+        (folder / WEIGHTS).unlink()
+        (folder / WEIGHTS).symlink_to(elsewhere)
+        if content == SMALL[WEIGHTS]:
+            assert fetch(checkout="elsewhere") == (folder, record)
+        elif len(content) == SIZE:
+            refused("arrived with the hash", checkout="another")
+        assert fetch(checkout=f"after {content[-5:]}")[1] == record and elsewhere.read_bytes() == content
+
+
+@pytest.mark.parametrize("link", ["outside", "damaged"])
+def test_without_the_hub_nothing_of_a_cache_is_deleted(server, fetch, refused, tmp_path, link):
+    server.add("a/b", SMALL)
+    folder, _ = fetch()
+    wrong = SMALL[WEIGHTS][:-1] + b"x"
+    if link == "outside":
+        (tmp_path / "mine").write_bytes(SMALL[WEIGHTS])
+        (folder / WEIGHTS).unlink()
+        (folder / WEIGHTS).symlink_to(tmp_path / "mine")
+    else:
+        (folder / WEIGHTS).write_bytes(wrong)
+    server.close()
+    fault = "no link to a content named by its hash" if link == "outside" else "not what its hash says"
+    for _ in range(2):
+        refused(rf"does not hold all of a/b@\w+ \({WEIGHTS} is {fault}\); run again when", checkout="elsewhere")
+        assert (folder / WEIGHTS).read_bytes() == (SMALL[WEIGHTS] if link == "outside" else wrong)
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_an_outage_is_as_good_as_no_network_where_the_cache_has_all(server, fetch, status):
+    commit = server.add("a/b", SMALL)
+    folder, record = fetch()
+    server.fail("/api/", status)
+    for name in ("a/b", f"a/b@{commit}"):
+        assert fetch(name, checkout="elsewhere") == (folder, record | {"licence": None})
+
+
+def test_shards_may_have_any_name_that_the_index_tells(server, fetch, shards):
+    renamed = {name.replace("model-0000", "part"): content for name, content in shards.items()}
+    index = renamed[f"{WEIGHTS}.index.json"].replace(b"model-0000", b"part")
+    server.add("a/b", renamed | {f"{WEIGHTS}.index.json": index, "model-00001-of-00002.safetensors": b"left over"})
+    _, record = fetch()
+    found = {name for name in record["files"] if name.endswith(".safetensors")}
+    assert found == {name for name in renamed if name.startswith("part")} and len(found) == 2
+
+
+@pytest.mark.parametrize("change", [{"sha": "../../x"}, {"sha": 5}, {"sha": None}])
+def test_a_commit_that_is_none_is_refused(server, refused, monkeypatch, change):
+    server.add("a/b", SMALL)
+    info = hub.HfApi.model_info
+
+    def changed(*arguments, **options):
+        answer = info(*arguments, **options)
+        answer.sha = change["sha"]
+        return answer
+
+    monkeypatch.setattr(hub.HfApi, "model_info", changed)
+    refused(r"gave no answer of a model hub \(the commit")
+    assert not list((Path(constants.HF_HUB_CACHE)).glob("*/refs/*"))
+
+
+def test_a_proxy_that_needs_a_package_is_one_sentence(server, refused, monkeypatch):
+    def needs_socks(*_, **__):
+        raise ImportError("Using SOCKS proxy, but the 'socksio' package is not installed.")
+
+    monkeypatch.setattr(hub.HfApi, "model_info", needs_socks)
+    assert "socksio" in refused("Asked for a/b")

@@ -230,7 +230,9 @@ def test_a14_what_cannot_be_had_is_one_sentence_and_the_other_pairs_go_on(lab, m
         hub.mend()
         lab.environment["HF_TOKEN"] = "hf_right"
         mended = lab.repro("download", "sweep_k@troubled-broken-2")
-        assert mended == ["download@gated", "download@broken", "sweep_k@troubled-broken-2"]
+        assert sorted(mended[:2]) == ["download@broken", "download@gated"] and mended[2:] == [
+            "sweep_k@troubled-broken-2"
+        ]
     finally:
         hub.mend()
         lab.environment.pop("HF_TOKEN", None)

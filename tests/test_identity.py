@@ -11,6 +11,7 @@ from stand_ins import ScriptedModel, nearby, random_table, tiny_gpt2, tiny_llama
 from pipeline import greedy_identity
 from specdec import identity
 from specdec.drafters import ModelDrafter
+from specdec.errors import InputError
 from specdec.generate import autoregressive_generate, speculative_generate
 from specdec.identity import (
     DEVICE_ERROR,
@@ -153,6 +154,18 @@ def test_a_sound_device_passes_with_a_prompt_of_any_length(copied, length):
     weights = [parameter.clone() for parameter in model.parameters()]
     assert 0 < check_device(model, torch.arange(length)[None] % 40) < DEVICE_ERROR[torch.bfloat16]
     assert all(torch.equal(a, b) and b.dtype == a.dtype for a, b in zip(weights, model.parameters(), strict=True))
+
+
+def test_a_model_that_has_no_room_in_float32_is_not_moved(monkeypatch):
+    model = bfloat16_copy(tiny_gpt2())
+    needed = 2 * sum(parameter.nbytes for parameter in model.parameters())
+    held = needed // 2  # what the model gives up itself
+    monkeypatch.setattr(identity, "free_memory", lambda _: needed - held)
+    check_device(model, torch.arange(20)[None])
+    monkeypatch.setattr(identity, "free_memory", lambda _: needed - held - 1)
+    monkeypatch.setattr(identity, "_float32_on_the_cpu", lambda _: pytest.fail("moved"))
+    with pytest.raises(InputError, match=r"GPT2LMHeadModel, to be checked against the CPU, has .* in float32"):
+        check_device(model, torch.arange(20)[None])
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -498,3 +498,25 @@ def test_a09_padded_vocabularies_of_different_tokenizers_are_refused_with_the_fi
     specials = [save_tokenizer(tmp_path / word, eos_token=word) for word in ("word3", "word4")]
     with pytest.raises(InputError, match="eos_token is 'word3' to the target and 'word4' to the draft"):
         check_pair(tiny_gpt2(32), tiny_gpt2(24), *specials)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        {"rope_parameters": {"rope_type": "no-such-type", "rope_theta": 1.0}},
+        {"hidden_size": "32"},
+        {"num_attention_heads": 0},
+        {"num_hidden_layers": -1},
+    ],
+    ids=str,
+)
+def test_a_configuration_that_asks_for_what_is_not_here_is_one_sentence(tmp_path, change):
+    tiny_llama().save_pretrained(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | change), encoding="utf-8")
+    with pytest.raises(
+        InputError, match=r"model cannot be loaded as a causal language model: |do not fit config"
+    ) as caught:
+        load_model(tmp_path / "model", dtype=torch.float32, device=torch.device("cpu"))
+    assert "\n" not in str(caught.value)

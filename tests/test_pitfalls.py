@@ -31,7 +31,7 @@ from pipeline.hardware import describe
 from pipeline.study import Pair
 from pipeline.timed import Setting, TextPrompt
 from pipeline.weights import LoadedPair, load_pair
-from specdec import generate
+from specdec import generate, identity
 from specdec.chance import GeneratorChooser
 from specdec.drafters import Draft, ModelDrafter, PromptLookupDrafter
 from specdec.errors import InputError
@@ -415,7 +415,7 @@ def lab(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     calls = []
     for module in (sweep, benchmark, chat):
-        pair = LoadedPair(target, ModelDrafter(target), 0, None, [])
+        pair = LoadedPair(target, ModelDrafter(target), 0, None, [], None, None)
         monkeypatch.setattr(module, "load_pair", lambda *_, pair=pair, **__: pair)
         owner = timed if module is benchmark else module
 
@@ -631,16 +631,13 @@ def test_a15_a_dtype_that_is_not_known_is_refused_with_those_that_are(monkeypatc
 
 
 class OnTheDevice:
-    """A hook that goes wrong in the model on the device; the copy on the CPU, made by deepcopy, gets a harmless one."""
+    """A hook that goes wrong on the device, which bfloat16 stands for here, and does nothing in float32 on the CPU."""
 
-    def __init__(self, effect=lambda *_: None):
+    def __init__(self, effect):
         self.effect = effect
 
-    def __call__(self, *arguments):
-        return self.effect(*arguments)
-
-    def __deepcopy__(self, memo):
-        return OnTheDevice()
+    def __call__(self, module, *arguments):
+        return self.effect(module, *arguments) if next(module.parameters()).dtype == torch.bfloat16 else None
 
 
 def noise(module, arguments, output):
@@ -648,13 +645,19 @@ def noise(module, arguments, output):
     return 3 * torch.sin(torch.arange(output.numel(), dtype=torch.float32)).view_as(output).to(output.dtype) + output
 
 
-def swap_blocks(module, arguments):
+def swap_blocks(module, *_):
     module.h[0], module.h[1] = module.h[1], module.h[0]
+
+
+def swapped_blocks(model):
+    """While the model computes."""
+    model.transformer.register_forward_pre_hook(OnTheDevice(swap_blocks))
+    model.transformer.register_forward_hook(OnTheDevice(swap_blocks))
 
 
 PERTURBATIONS = {
     "noise": lambda model: model.lm_head.register_forward_hook(OnTheDevice(noise)),
-    "two blocks swapped": lambda model: model.transformer.register_forward_pre_hook(OnTheDevice(swap_blocks)),
+    "two blocks swapped": swapped_blocks,
 }
 
 
@@ -673,7 +676,7 @@ def test_a16_a_sound_device_passes_quickly():
 
 def test_a16_float32_on_the_cpu_is_the_reference_itself(monkeypatch):
     model = toy_target()
-    monkeypatch.setattr(type(model), "__deepcopy__", lambda *_: pytest.fail("copied"), raising=False)
+    monkeypatch.setattr(identity, "_float32_on_the_cpu", lambda _: pytest.fail("moved"))
     assert check_device(model, random_prompt(model, 12, seeded(0))) == 0.0
 
 

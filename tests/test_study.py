@@ -170,6 +170,12 @@ def test_a_pair_may_have_a_device_of_its_own(tmp_path, device):
         (("models", "gpt2", "weights_sha256"), "x", 'models.gpt2.weights_sha256 is "x"; allowed: null or sha256 sums of 64 '),
         (("pairs", "gpt2_distilgpt2", "device"), "gpu", 'pairs.gpt2_distilgpt2.device is "gpu"; allowed: null or auto or cpu '),
         (("pairs", "gpt2_distilgpt2", "device"), 0, "pairs.gpt2_distilgpt2.device is 0; allowed: null or auto or cpu or cuda"),
+        (("timing", "device"), "spread", 'study.pairs[0] is "smollm2-135m_int8", whose draft int8 copies a target'),
+        (
+            ("pairs", "smollm2-135m_bf16", "device"),
+            "spread",
+            'study.pairs[1] is "smollm2-135m_bf16", whose draft bf16 copies a target on one device, and it is timed on spread',
+        ),
         (("timing", "device"), None, "timing.device is null; allowed: auto or cpu or cuda or mps or spread."),
         (("timing", "device"), "gpu", 'timing.device is "gpu"; allowed: auto or cpu or cuda or mps or spread.'),
         (("timing", "dtype"), "int8", 'timing.dtype is "int8"; allowed: float32 or bfloat16 or float16.'),

@@ -26,12 +26,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipeline import download, weights
 from pipeline.study import HubModel, LocalModel, Pair, WheelModel
-from pipeline.weights import describe, ensure_model, fetch_model, load_pair, load_tokenizer, pinned, resolve_model
+from pipeline.weights import MODELS_DIR, describe, fetch_model, load_pair, load_tokenizer, pinned, resolve_model
 from specdec.drafters import ModelDrafter, PromptLookupDrafter
 from specdec.errors import InputError
 from specdec.models import load_model
 
 CPU = torch.device("cpu")
+
+
+def ensure_model(name, spec, models_dir=MODELS_DIR):
+    return fetch_model(name, spec, models_dir)[0]
+
+
 MEMBER = "fake_model/tiny.Q8_0.gguf"
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOKENS = [*SPECIALS, *"abcdefghijklmnopqrstuvwxyz", "ab", "cd", "abcd"]
@@ -464,7 +470,7 @@ def test_local_folders(models, tmp_path):
         (tmp_path / "one" / damage).unlink()
         with pytest.raises(InputError, match=r"one needs a folder .*config\.json and model\.safetensors"):
             ensure_model("one", models["one"])
-    with pytest.raises(InputError, match="no tokenizer"):
+    with pytest.raises(InputError, match="no tokenizer; allowed"):
         (tmp_path / "two" / "tokenizer.json").unlink()
         (tmp_path / "two" / "tokenizer_config.json").unlink()
         load_tokenizer(tmp_path / "two")
@@ -641,7 +647,8 @@ def test_a14_other_bytes_than_those_of_the_manifest_are_refused(on_hub, tmp_path
     manifest.write_text(json.dumps({"pair": "pair", **roles}))
     with pytest.raises(InputError) as caught:
         load(models, "draft", "target", tmp_path / "models", manifest=manifest)
-    assert str(caught.value) == f"vocab.json of a/{role} is not what {manifest} records; allowed: the same bytes."
+    sentence = f"vocab.json of a/{role} is not what {manifest} records; allowed: the same bytes, or no such manifest."
+    assert str(caught.value) == sentence
     # A manifest of another commit says nothing about this one; `download` is what has to run then.
     roles[role] |= {"revision": MOVED, "source": {}}
     manifest.write_text(json.dumps({"pair": "pair", **roles}))
@@ -651,8 +658,39 @@ def test_a14_other_bytes_than_those_of_the_manifest_are_refused(on_hub, tmp_path
 def test_a_manifest_says_nothing_of_a_local_folder(models, tmp_path):
     manifest = tmp_path / "pair.json"
     files = {"model.safetensors": {"sha256": "0" * 64, "bytes": 1}}
-    manifest.write_text(json.dumps({"target": {"name": "one", "source": models["one"].model_dump(), "files": files}}))
+    one = {"name": "one", "source": models["one"].model_dump(), "files": files}
+    manifest.write_text(json.dumps({"target": one, "draft": one}))
     assert load(models, "two", manifest=manifest).target_revision is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{}", '{"target": null, "draft": {}}', '{"target": [], "draft": {}}', '{"target": {}, "draft": {"revision": 1}}'],
+)
+def test_a_manifest_that_is_none_is_one_sentence(models, tmp_path, content):
+    manifest = tmp_path / "pair.json"
+    manifest.write_text(content)
+    with pytest.raises(
+        InputError, match=r"pair\.json is no manifest \((target|draft)\); bring it back with `git checkout"
+    ):
+        load(models, "two", manifest=manifest)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "", '{"model": 5}'])
+def test_a_broken_tokenizer_is_one_sentence(models, content):
+    path = ensure_model("one", models["one"])
+    (path / "tokenizer.json").write_text(content)
+    with pytest.raises(InputError, match="one has no tokenizer that can be loaded: ") as caught:
+        load_tokenizer(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_tokenizer_gets_none_made_up(models):
+    path = ensure_model("one", models["one"])
+    for file in path.glob("token*"):
+        file.unlink()
+    with pytest.raises(InputError, match="one has no tokenizer; allowed: folders with tokenizer"):
+        load_tokenizer(path)
 
 
 # The stage
@@ -738,3 +776,41 @@ def test_a14_the_stage_leaves_the_manifest_as_it_was_when_a_download_fails(on_hu
     with pytest.raises(InputError, match="answers 503"):
         project(models, "draft")
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_a14_the_stage_refuses_other_bytes_under_the_commit_of_the_manifest(on_hub, project, server, tmp_path):
+    """A mirror may serve anything; the manifest says what was measured."""
+    models, _ = on_hub
+    text = project(models, "int8")
+    manifest = tmp_path / "out" / "pair.json"
+    recorded = json.loads(text)
+    recorded["target"]["files"]["model.safetensors"]["sha256"] = "0" * 64
+    manifest.write_text(json.dumps(recorded))
+    before = manifest.read_text()
+    with pytest.raises(
+        InputError, match=r"model\.safetensors of a/target is not what out/pair\.json records; allowed: "
+    ):
+        project(models, "int8")
+    assert manifest.read_text() == before
+    manifest.unlink()
+    assert project(models, "int8") == text
+
+
+def test_the_stage_keeps_the_licence_that_only_the_hub_tells(on_hub, project, server, tmp_path):
+    """Else a download without the network would make every cell of the pair stale."""
+    models, _ = on_hub
+    text = project(models, "draft")
+    assert json.loads(text)["target"]["licence"] == "mit"
+    shutil.rmtree(tmp_path / "models")
+    server.close()
+    assert project(models, "draft") == text
+    shutil.rmtree(tmp_path / "out")
+    shutil.rmtree(tmp_path / "models")
+    assert json.loads(project(models, "draft"))["target"]["licence"] is None
+
+
+def test_another_pairs_broken_manifest_stops_nothing(on_hub, project, tmp_path):
+    models, _ = on_hub
+    text = project(models, "draft")
+    (tmp_path / "out" / "another.json").write_text("<<<<<<< HEAD")
+    assert project(models, "draft") == text
