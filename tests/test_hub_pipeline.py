@@ -102,7 +102,9 @@ def lab(hub, tmp_path_factory):
     hub.add("qwen/tiny-small", llama_files(noise=0.02, vocabulary=416))
     (copy.root / "params.yaml").write_text(PARAMS.format(**commits), encoding="utf-8")
     del copy.environment["HF_HUB_OFFLINE"]
-    copy.environment |= hub.environment(copy.root.parent / "home")
+    # The copy's own PATH stays: it has the interpreter of the tests first.
+    direct = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    copy.environment = hub.environment(copy.root.parent / "home") | copy.environment | direct
     return with_git(copy)
 
 

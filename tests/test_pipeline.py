@@ -711,7 +711,7 @@ def wheels(tmp_path):
 
 def test_a14_a_download_that_fails_keeps_the_manifest_and_other_pairs_go_on(measured, wheels):
     manifest = measured.root / cells.manifest("packaged")
-    manifest.write_text('{"from": "another machine"}\n', encoding="utf-8")
+    manifest.write_text('{"from": "another machine", "target": {}, "draft": {}}\n', encoding="utf-8")
     measured.replace(
         "params.yaml", "pairs: [int8, lookup, model-draft]", "pairs: [packaged, int8, lookup, model-draft]"
     )
