@@ -131,7 +131,9 @@ def measured(lab):
 
 def test_the_chain_from_the_hub_to_the_tables(lab, measured, hub):
     families = [name.split("@")[0] for name in measured]
-    assert families == sorted(families, key=["hardware", *dict.fromkeys(families)].index)
+    assert families[0] == "hardware" and families[-3:] == ["tables", "plot", "report"]
+    for pair in ("gpt2", "qwen"):
+        assert measured.index(f"download@{pair}") < measured.index(f"sweep_k@chain-{pair}-2")
     assert {"download", "sweep_k", "sweep_temperature", "hf_benchmark", "tables", "plot", "report"} <= set(families)
     gpt2, qwen = manifest(lab, "gpt2"), manifest(lab, "qwen")
     assert gpt2["target"]["revision"] in gpt2["target"]["source"]["repo"]
@@ -232,9 +234,9 @@ def test_a14_what_cannot_be_had_is_one_sentence_and_the_other_pairs_go_on(lab, m
         hub.mend()
         lab.environment["HF_TOKEN"] = "hf_right"
         mended = lab.repro("download", "sweep_k@troubled-broken-2")
-        assert sorted(mended[:2]) == ["download@broken", "download@gated"] and mended[2:] == [
-            "sweep_k@troubled-broken-2"
-        ]
+        # DVC orders stages that do not depend on each other as it likes.
+        assert set(mended) == {"download@gated", "download@broken", "sweep_k@troubled-broken-2"} and len(mended) == 3
+        assert mended.index("download@broken") < mended.index("sweep_k@troubled-broken-2")
     finally:
         hub.mend()
         lab.environment.pop("HF_TOKEN", None)
