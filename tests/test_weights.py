@@ -611,14 +611,18 @@ def test_only_models_of_the_hub_are_pinned(wheel):
     assert pinned(models, *manifests) == models
 
 
+def write_manifest(path, models, folder):
+    """As stage `download` does; returns the roles in it."""
+    roles = {name: {"name": name, **describe(*fetch_model(name, spec, folder))} for name, spec in models.items()}
+    path.write_text(json.dumps({"pair": "pair", **roles}))
+    return roles
+
+
 def test_a_cell_measures_the_commit_of_its_manifest(on_hub, server, checkpoints, tmp_path):
     """The manifest is there, the branch has moved since, and nothing is on the disk yet: a fresh clone."""
     models, commits = on_hub
     manifest = tmp_path / "pair.json"
-    roles = {
-        name: {"name": name, **describe(*fetch_model(name, spec, tmp_path / "first"))} for name, spec in models.items()
-    }
-    manifest.write_text(json.dumps({"pair": "pair", **roles}))
+    write_manifest(manifest, models, tmp_path / "first")
     for name in checkpoints:
         server.add(name, gpt2_files(seed=1, context=64))
     shutil.rmtree(tmp_path / "home")
@@ -635,10 +639,7 @@ def test_a_cell_measures_the_commit_of_its_manifest(on_hub, server, checkpoints,
 def test_a14_other_bytes_than_those_of_the_manifest_are_refused(on_hub, tmp_path, role, change):
     models, commits = on_hub
     manifest = tmp_path / "pair.json"
-    roles = {
-        name: {"name": name, **describe(*fetch_model(name, spec, tmp_path / "models"))} for name, spec in models.items()
-    }
-    manifest.write_text(json.dumps({"pair": "pair", **roles}))
+    roles = write_manifest(manifest, models, tmp_path / "models")
     load(models, "draft", "target", tmp_path / "models", manifest=manifest)
     if change:
         roles[role]["files"]["vocab.json"] |= change
