@@ -62,6 +62,23 @@ def greedy_identity(study: str, pair: str, dtype: str) -> Path:
     return METRICS / "greedy_identity" / study / pair / f"{dtype}.json"
 
 
+def contexts(name: str, pair: str) -> Path:
+    """The texts of a pair's target: of the contexts of that name, and shared by all studies that use them."""
+    return METRICS / "contexts" / name / f"{pair}.json"
+
+
+def quantized_alpha(contexts_name: str, pair: str, variant: str) -> Path:
+    return METRICS / "quantized_alpha" / contexts_name / pair / f"{variant}.json"
+
+
+def quantized_loop(contexts_name: str, pair: str, variant: str) -> Path:
+    return METRICS / "quantized_loop" / contexts_name / pair / f"{variant}.json"
+
+
+def quantized_benchmark(study: str, pair: str, variant: str) -> Path:
+    return METRICS / "quantized_benchmark" / study / pair / f"{variant}.json"
+
+
 def cpu() -> str | None:
     """The processor that a new cell is measured on, by `hardware`; None if that stage never ran."""
     return read_json(HARDWARE)["fingerprint"]["cpu"] if HARDWARE.exists() else None

@@ -32,6 +32,10 @@ def main() -> None:
     ).parse_args()
     params = load_params()
     select_prompts(load_prompts(params.prompts.file), params.prompts.categories, params.study.prompts_per_category)
+    spec = params.contexts[params.study.contexts]
+    context_prompts = load_prompts(params.context_prompts)
+    categories = list(dict.fromkeys(prompt.category for prompt in context_prompts))
+    select_prompts(context_prompts, categories, spec.prompts_per_category + spec.calibration_per_category)
     pair_devices = {f"pairs.{name}.device": params.pairs[name].device for name in params.study.pairs}
     check_devices({"timing.device": params.timing.device, **pair_devices})
     cells.write_json(cells.HARDWARE, describe(params.timing.threads))

@@ -1,53 +1,47 @@
 """Stage `plot`: draw the study's tables as SVG files, the same bytes for the same tables.
 
-In every figure a colour and a marker stand for a pair, a solid line for what was measured, a dashed one for what i.i.d.
-acceptance predicts, and a bar for a 95 % interval. Figures are as wide as a README shows them, so that text keeps its size.
+A colour and a marker stand for a pair (those of `quantized_figures` for a method of rounding), a solid line for what was
+measured, a dashed one for what i.i.d. acceptance predicts, and a bar for a 95 % interval. Figures are as wide as a README shows
+them, so that text keeps its size.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import cycle, pairwise
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from pipeline import cells
 from pipeline.cli import run
+from pipeline.drawing import (
+    BLUE,
+    GREY,
+    ORANGE,
+    STYLE,
+    WIDTH,
+    Look,
+    dashed,
+    errors,
+    legend,
+    line,
+    measured,
+    measured_entry,
+    pair_looks,
+    ticks,
+)
+from pipeline.quantized_figures import break_even, quantized_alpha, quantized_speedup
 from pipeline.results import read_table, study_folder
 from pipeline.study import load_params
 
-WIDTH = 8.6  # inches
-GREY = "0.35"
-BLUE, ORANGE = sns.color_palette("colorblind", 2)
-STYLE: dict[Any, Any] = {
-    **sns.axes_style("ticks"),
-    "font.size": 10,
-    "axes.titlesize": 10,
-    "axes.labelsize": 10,
-    "xtick.labelsize": 10,
-    "ytick.labelsize": 10,
-    "legend.fontsize": 10,
-    "legend.frameon": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 6,
-    "svg.fonttype": "path",  # looks alike with any fonts installed
-    "svg.hashsalt": "speculative-decoding-lab",  # element ids are random otherwise
-}
 FEW_TESTS = 10  # a rate over fewer is drawn hollow
-
-Look = dict[str, Any]  # keyword arguments of a line
 
 
 def main() -> None:
@@ -64,6 +58,7 @@ def draw(folder: Path) -> dict[str, Figure]:
     by_k, positions = read_table(folder, "sweep_k"), read_table(folder, "acceptance_per_position")
     by_temperature, toy_temperature = read_table(folder, "sweep_temperature"), read_table(folder, "toy_temperature")
     toy_k, toy_positions = read_table(folder, "toy_k"), read_table(folder, "toy_acceptance_per_position")
+    quantized_benchmark = read_table(folder, "quantized_benchmark")
     return {
         "tokens_per_round": tokens_per_round(by_k),
         "acceptance_per_position": acceptance_per_position(positions, by_k),
@@ -71,6 +66,9 @@ def draw(folder: Path) -> dict[str, Figure]:
         "block_verification": block_verification(by_temperature, toy_temperature),
         "confidence": confidence(read_table(folder, "sweep_confidence")),
         "speedup": speedup(read_table(folder, "hf_benchmark")),
+        "quantized_alpha": quantized_alpha(read_table(folder, "quantized_alpha")),
+        "quantized_speedup": quantized_speedup(quantized_benchmark),
+        "break_even": break_even(quantized_benchmark),
         "toy": toy(toy_k, toy_positions, toy_temperature),
     }
 
@@ -89,11 +87,13 @@ def tokens_per_round(by_k: pd.DataFrame) -> Figure:
     looks = pair_looks(by_k["pair"])
     for pair, part in _by_pair(by_k, "k"):
         measured(ax, part, "mean_acceptance_length", looks[pair])
-        ax.plot(part["x"], part["iid_acceptance_length"], **_dashed(looks[pair]))
+        ax.plot(part["x"], part["iid_acceptance_length"], **dashed(looks[pair]))
     ax.axhline(1, color=GREY, linestyle=":", linewidth=1.2)
     ax.set(xlabel="draft tokens per round (k)", ylabel="tokens per target forward (τ)", ylim=(0.8, None))
-    _ticks(ax, by_k["k"])
-    legend(figure, looks, [_measured(by_k), _line("predicted: i.i.d. acceptance", "--"), _line("plain decoding", ":")])
+    ticks(ax, by_k["k"])
+    legend(
+        figure, looks, [measured_entry(by_k), line("predicted: i.i.d. acceptance", "--"), line("plain decoding", ":")]
+    )
     return figure
 
 
@@ -106,17 +106,17 @@ def acceptance_per_position(positions: pd.DataFrame, by_k: pd.DataFrame) -> Figu
     alphas = by_k[by_k["k"] == k].set_index("pair")["alpha"]
     looks = pair_looks(by_k["pair"])
     for pair, part in _by_pair(positions, "position", panels=2):
-        left.plot(part["x"], alphas[pair] ** part["position"], **_dashed(looks[pair]))
-        right.plot(part["x"], [alphas[pair]] * len(part), **_dashed(looks[pair]))
+        left.plot(part["x"], alphas[pair] ** part["position"], **dashed(looks[pair]))
+        right.plot(part["x"], [alphas[pair]] * len(part), **dashed(looks[pair]))
         _rates(left, part, "acceptance_per_position", "proposed", looks[pair])
         _rates(right, part, "conditional_acceptance_per_position", "tested", looks[pair])
     for ax in (left, right):
         ax.set(xlabel=f"position in the round (k = {k})", ylim=(-0.03, 1.03))
-        _ticks(ax, positions["position"])
+        ticks(ax, positions["position"])
     left.set_ylabel("share accepted of all proposed")
     right.set_ylabel("share accepted where the one before was")
-    hollow = _line(f"from under {FEW_TESTS} tokens", "", marker="o", markerfacecolor="white")
-    legend(figure, looks, [_measured(by_k), _line("predicted: i.i.d. acceptance", "--"), hollow])
+    hollow = line(f"from under {FEW_TESTS} tokens", "", marker="o", markerfacecolor="white")
+    legend(figure, looks, [measured_entry(by_k), line("predicted: i.i.d. acceptance", "--"), hollow])
     return figure
 
 
@@ -128,8 +128,8 @@ def acceptance_vs_temperature(by_temperature: pd.DataFrame) -> Figure:
     for pair, part in _by_pair(by_temperature, "temperature"):
         measured(ax, part, "alpha_overlap", looks[pair])
     ax.set(xlabel="sampling temperature (T)", ylabel="acceptance of a tested token (α)", ylim=(-0.03, 1.03))
-    _ticks(ax, by_temperature["temperature"])
-    legend(figure, looks, [_measured(by_temperature)])
+    ticks(ax, by_temperature["temperature"])
+    legend(figure, looks, [measured_entry(by_temperature)])
     return figure
 
 
@@ -146,8 +146,8 @@ def block_verification(by_temperature: pd.DataFrame, toy_temperature: pd.DataFra
     for pair, part in _by_pair(toy_temperature, "temperature"):
         measured(ax, part, "block_gain", looks[pair])
     ax.set(xscale="log", xlabel="temperature (T), log scale", ylabel="tokens per round, block / token")
-    _ticks(ax, temperatures, log=True)
-    legend(figure, looks, [_measured(both), _line("no gain", ":")])
+    ticks(ax, temperatures, log=True)
+    legend(figure, looks, [measured_entry(both), line("no gain", ":")])
     return figure
 
 
@@ -166,8 +166,8 @@ def confidence(by_confidence: pd.DataFrame) -> Figure:
     left.set(xlabel="drafted tokens per emitted token", ylabel="tokens per target forward (τ)")
     left.margins(x=0.12, y=0.12)
     right.set(xlabel="confidence threshold", ylabel="acceptance rate (accepted / proposed)", ylim=(-0.03, 1.03))
-    _ticks(right, by_confidence["confidence_threshold"])
-    legend(figure, looks, [_measured(by_confidence)])
+    ticks(right, by_confidence["confidence_threshold"])
+    legend(figure, looks, [measured_entry(by_confidence)])
     return figure
 
 
@@ -190,7 +190,7 @@ def speedup(benchmark: pd.DataFrame) -> Figure:
     }
     rows = pd.Series(range(len(benchmark)), index=benchmark.index)
     for column, look, shift in zip(("speedup", "speedup_over_fastest"), looks.values(), (-0.15, 0.15), strict=True):
-        ax.errorbar(benchmark[column], rows + shift, xerr=_errors(benchmark, column), capsize=3, **look)
+        ax.errorbar(benchmark[column], rows + shift, xerr=errors(benchmark, column), capsize=3, **look)
         for value, y in zip(benchmark[column].dropna(), (rows + shift)[benchmark[column].notna()], strict=True):
             ax.annotate(f"{value:.2f}×", (1.01, y), xycoords=("axes fraction", "data"), va="center")
     prediction: Look = {"marker": "|", "markersize": 14, "markeredgewidth": 2}
@@ -198,7 +198,7 @@ def speedup(benchmark: pd.DataFrame) -> Figure:
     ax.axvline(1, color=GREY, linestyle=":", linewidth=1.2)
     ax.set(xlabel="speed-up (1 = as fast as without a draft)", ylim=(len(benchmark) - 0.5, -0.5))
     ax.set_yticks(rows, [f"{pair}, k = {k}" for pair, k in zip(benchmark["pair"], benchmark["k"], strict=True)])
-    legend(figure, looks, [_line("predicted over own plain decoding", "", color="black", **prediction)])
+    legend(figure, looks, [line("predicted over own plain decoding", "", color="black", **prediction)])
     return figure
 
 
@@ -213,11 +213,11 @@ def toy(by_k: pd.DataFrame, positions: pd.DataFrame, by_temperature: pd.DataFram
     _toy_positions(axes[1], positions, by_k, plain, conditional, dashed)
     _toy_temperature(axes[2], by_temperature, plain)
     handles = [
-        _measured(by_k, **plain),
+        measured_entry(by_k, **plain),
         Line2D([], [], **conditional, label="given that the one before was accepted"),
         Line2D([], [], **dashed, label="constant α, that of k = 1"),
-        _line("limit for T → 0: the argmaxes agree", ":"),
-        _line("limit for T → ∞", "-."),
+        line("limit for T → 0: the argmaxes agree", ":"),
+        line("limit for T → ∞", "-."),
     ]
     figure.legend(handles=handles, loc="outside upper left", ncols=2)
     return figure
@@ -227,7 +227,7 @@ def _toy_rounds(ax: Axes, by_k: pd.DataFrame, look: Look, dashed: Look) -> None:
     measured(ax, by_k.assign(x=by_k["k"]), "mean_acceptance_length", look)
     ax.plot(by_k["k"], by_k["geometric_tokens_per_round"], **dashed)
     ax.set(title="(a)", xlabel="draft tokens per round (k)", ylabel="tokens per target forward (τ)")
-    _ticks(ax, by_k["k"])
+    ticks(ax, by_k["k"])
 
 
 def _toy_positions(
@@ -242,7 +242,7 @@ def _toy_positions(
     _rates(ax, part.assign(x=part["x"] - 0.06), "acceptance_per_position", "proposed", look)
     _rates(ax, part.assign(x=part["x"] + 0.06), "conditional_acceptance_per_position", "tested", conditional)
     ax.set(title="(b)", xlabel=f"position in the round (k = {k})", ylabel="share accepted", ylim=(-0.03, 1.03))
-    _ticks(ax, part["position"])
+    ticks(ax, part["position"])
 
 
 def _toy_temperature(ax: Axes, by_temperature: pd.DataFrame, look: Look) -> None:
@@ -252,26 +252,6 @@ def _toy_temperature(ax: Axes, by_temperature: pd.DataFrame, look: Look) -> None
     ax.set(title="(c)", xscale="log", xlabel="temperature (T), log scale", ylim=(-0.03, 1.03))
     ax.set_ylabel("acceptance of a tested token (α)")
     ax.xaxis.set_major_formatter("{x:g}")
-
-
-def measured(ax: Axes, part: pd.DataFrame, column: str, look: Look) -> None:
-    """A line over column x, with a bar for each interval that there is."""
-    ax.errorbar(part["x"], part[column], yerr=_errors(part, column), capsize=2.5, elinewidth=1.1, **look)
-
-
-def legend(figure: Figure, looks: dict[str, Look], styles: Sequence[Line2D]) -> None:
-    """Above the data: what each colour is, then what each kind of line is."""
-    handles = [Line2D([], [], **look, label=name) for name, look in looks.items()]
-    filler = [Line2D([], [], linestyle="", label=" ")] * (-len(handles) % 3)
-    rows = [*handles, *filler, *styles, *[Line2D([], [], linestyle="", label=" ")] * (-len(styles) % 3)]
-    columns = [rows[column::3] for column in range(3)]  # a legend is filled column by column
-    figure.legend(handles=[handle for column in columns for handle in column], loc="outside upper left", ncols=3)
-
-
-def pair_looks(pairs: Iterable[str]) -> dict[str, Look]:
-    """A colour that colour-blind readers can tell apart and a marker for each pair, in the order of the study."""
-    colours, markers = cycle(sns.color_palette("colorblind")), cycle("osD^vPX")
-    return {pair: {"color": next(colours), "marker": next(markers)} for pair in dict.fromkeys(pairs)}
 
 
 def _by_pair(
@@ -298,37 +278,6 @@ def _rates(ax: Axes, part: pd.DataFrame, column: str, tokens: str, look: Look) -
     measured(ax, part, column, look)
     few = part[part[tokens] < FEW_TESTS]
     ax.plot(few["x"], few[column], **look | {"linestyle": "", "markerfacecolor": "white", "zorder": 3})
-
-
-def _errors(table: pd.DataFrame, column: str) -> list[pd.Series]:
-    """Lengths of the bars below and above; no bar where there is no interval."""
-    below, above = table[column] - table[f"{column}_lo"], table[f"{column}_hi"] - table[column]
-    return [below.clip(lower=0), above.clip(lower=0)]
-
-
-def _ticks(ax: Axes, values: pd.Series, *, log: bool = False) -> None:
-    """Ticks where something was measured, unless they would run into each other."""
-    places = sorted(values.unique())
-    drawn = [math.log(place) for place in places] if log else places
-    if all(b - a >= 0.05 * (drawn[-1] - drawn[0]) for a, b in pairwise(drawn)):
-        ax.set_xticks(places)
-        ax.minorticks_off()
-    if log:
-        ax.xaxis.set_major_formatter("{x:g}")
-
-
-def _measured(table: pd.DataFrame, **look: Any) -> Line2D:
-    """The legend's entry; with few prompts there are no intervals to speak of."""
-    intervals = table["alpha_lo"].notna().any()
-    return _line("measured, 95 % interval" if intervals else "measured", **look)
-
-
-def _dashed(look: Look) -> Look:
-    return {"color": look["color"], "linestyle": "--", "linewidth": 1.3}
-
-
-def _line(label: str, linestyle: Any = "-", **look: Any) -> Line2D:
-    return Line2D([], [], label=label, linestyle=linestyle, **{"color": GREY, **look})
 
 
 if __name__ == "__main__":

@@ -7,23 +7,36 @@ the part for README.md.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from pipeline import cells
+from pipeline import quantized_report as quantized
 from pipeline.cli import run
 from pipeline.results import read_table, study_folder
 from pipeline.study import load_params
+from pipeline.wording import (
+    PAIR,
+    UNKNOWN,
+    Column,
+    K,
+    Row,
+    T,
+    interval,
+    is_known,
+    markdown,
+    number,
+    rows_of,
+    verdict,
+    words,
+)
 from specdec.errors import InputError
 
 BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
-UNKNOWN = "–"
 
-Row = dict[str, Any]
-Column = tuple[str, Callable[[Row], str]]  # the heading, and the text for a row
 
 READING = (
     "α = accepted / tested draft tokens; acceptance rate = accepted / proposed, which falls with k even where α does not; τ = "
@@ -82,6 +95,9 @@ def report(study: str, folder: Path) -> str:
     toy_k, toy_temperature = read_table(folder, "toy_k"), read_table(folder, "toy_temperature")
     by_temperature, by_block = read_table(folder, "sweep_temperature"), read_table(folder, "sweep_block")
     by_confidence, by_dtype = read_table(folder, "sweep_confidence"), read_table(folder, "greedy_identity")
+    quantized_alpha, quantized_loop = read_table(folder, "quantized_alpha"), read_table(folder, "quantized_loop")
+    contrasts = read_table(folder, "quantized_contrasts")
+    quantized_benchmark = read_table(folder, "quantized_benchmark")
     blocks = [
         f"# Study `{study}`",
         *(BEGIN, header(benchmark), results(benchmark), verdicts(benchmark), READING, END),
@@ -93,6 +109,13 @@ def report(study: str, folder: Path) -> str:
         *("## Stopping the draft early", CONFIDENCE, stopping(by_confidence), stopping_findings(by_confidence)),
         "## Greedy identity in other number formats",
         *(IDENTITY, identity(by_dtype), identity_findings(by_dtype, benchmark)),
+        *("## Quantised drafts", quantized.ALPHA, *quantized.acceptance(quantized_alpha)),
+        *("### What costs α and what buys it", quantized.COMPARED, quantized.findings(quantized_alpha, contrasts)),
+        *("### Methods on the same grid", quantized.by_method(contrasts)),
+        *("### Quantised drafts in the loop", quantized.LOOP, quantized.in_loop(quantized_loop)),
+        *(quantized.loop_findings(quantized_loop), "### Speed of quantised drafts", header(quantized_benchmark)),
+        *(quantized.SPEED, quantized.speed(quantized_benchmark), quantized.speed_verdicts(quantized_benchmark)),
+        quantized.without_speed(quantized_alpha, quantized_benchmark),
         *("## Toy pair", TOY, header(toy_benchmark), results(toy_benchmark), verdicts(toy_benchmark)),
         "### What the toy sweep shows beside the original's findings",
         toy_findings(toy_k, read_table(folder, "toy_acceptance_per_position"), toy_temperature),
@@ -122,8 +145,8 @@ def header(benchmark: pd.DataFrame) -> str:
         return " / ".join(str(value) for value in benchmark[column].dropna().unique()) or UNKNOWN
 
     threads = all_of("threads")
-    decoding = " / ".join(dict.fromkeys(decoding_words(row) for row in _rows(benchmark)))
-    devices = " / ".join(dict.fromkeys(device_words(row) for row in _rows(benchmark)))
+    decoding = " / ".join(dict.fromkeys(decoding_words(row) for row in rows_of(benchmark)))
+    devices = " / ".join(dict.fromkeys(device_words(row) for row in rows_of(benchmark)))
     return (
         f"CPU {all_of('cpu')}, {threads} {'thread' if threads == '1' else 'threads'}, device {devices}, {all_of('dtype')}; "
         f"torch {all_of('torch')}, transformers {all_of('transformers')}. {decoding}, {all_of('prompts')} prompts × "
@@ -134,14 +157,14 @@ def header(benchmark: pd.DataFrame) -> str:
 def device_words(row: Row) -> str:
     """The kind of device, and which one it was where its name says more."""
     kind, name = words("device")(row), row["device_name"]
-    return kind if name == kind or not _known(name) else f"{kind} ({name})"
+    return kind if name == kind or not is_known(name) else f"{kind} ({name})"
 
 
 def decoding_words(row: Row) -> str:
     verifier = ["block verification"] if row["verifier"] == "block" else []
     if row["temperature"] == 0:
         return ", ".join(["Greedy decoding", *verifier])
-    limits = [f"{key} = {row[key]:g}" for key in ("top_k", "top_p") if _known(row.get(key))]
+    limits = [f"{key} = {row[key]:g}" for key in ("top_k", "top_p") if is_known(row.get(key))]
     return ", ".join([f"Sampling at T = {row['temperature']:g}", *limits, *verifier])
 
 
@@ -167,53 +190,7 @@ def results(benchmark: pd.DataFrame) -> str:
 
 def verdicts(benchmark: pd.DataFrame) -> str:
     """A line per row: what its intervals allow to say."""
-    return "\n".join(f"- {verdict(row)}" for row in _rows(benchmark))
-
-
-def verdict(row: Row) -> str:
-    fastest = words("fastest_baseline")(row)
-    if row["speedup"] == row["speedup_over_fastest"]:
-        comparisons = comparison(row, "speedup", f"{fastest}, the fastest baseline")
-    else:
-        over_own = comparison(row, "speedup", "own plain decoding")
-        comparisons = f"{over_own}; {comparison(row, 'speedup_over_fastest', f'the fastest baseline, {fastest}')}"
-    line = f"`{row['pair']}`, k = {row['k']}: {comparisons}. Measured / predicted = {number('overhead_factor')(row)}."
-    return f"{line}{repeatability(row)}"
-
-
-def repeatability(row: Row) -> str:
-    """A sentence where runs with the same seed gave different tokens, or nothing."""
-    runs = row["unrepeatable_runs"]
-    if not _known(runs) or runs == 0:
-        return ""
-    count = f"{runs:.0f} timed {'run' if runs == 1 else 'runs'}"
-    return f" Not repeatable: {count} gave other tokens than the first of the same kind."
-
-
-def comparison(row: Row, key: str, baseline: str) -> str:
-    """One speed-up in words; faster or slower is said only where the interval leaves out 1 and noise does not reach as far."""
-    value, low, high = row[key], row[f"{key}_lo"], row[f"{key}_hi"]
-    noise = noise_distance(row)
-    if not _known(value):
-        return f"not compared with {baseline}"
-    if not _known(low):
-        conclusion = "too few prompts for an interval"
-    elif low <= 1 <= high:
-        conclusion = "not distinguishable from 1"
-    elif noise is None:
-        conclusion = "the noise of this run is unknown"
-    elif abs(value - 1) <= noise:
-        conclusion = "within the noise of this run"
-    else:
-        conclusion = "faster" if value > 1 else "slower"
-    return f"{interval(key)(row)} times the speed of {baseline}: {conclusion}"
-
-
-def noise_distance(row: Row) -> float | None:
-    """How far from 1 plain decoding against itself may lie: the farther end of its interval, or the value without one."""
-    ends = [row[f"noise_floor{end}"] for end in ("_lo", "_hi")]
-    known = [end for end in (ends if all(map(_known, ends)) else [row["noise_floor"]]) if _known(end)]
-    return max((abs(end - 1) for end in known), default=None)
+    return "\n".join(f"- {verdict(row, 'pair')}" for row in rows_of(benchmark))
 
 
 def attribution(benchmark: pd.DataFrame) -> str:
@@ -268,7 +245,7 @@ def sweep(table: pd.DataFrame, axis: Column, *more: Column) -> str:
 
 def block(by_temperature: pd.DataFrame, by_block: pd.DataFrame) -> str:
     """Both rules by pair and temperature. A rule that no run decoded with has no τ."""
-    runs = _rows(by_temperature) + _rows(by_block)
+    runs = rows_of(by_temperature) + rows_of(by_block)
     taus = {(row["verifier"], row["pair"], row["temperature"]): row for row in runs}
 
     def tau(verifier: str) -> Callable[[Row], str]:
@@ -296,7 +273,7 @@ def expected(verifier: str) -> Callable[[Row], str]:
 
     def text(row: Row) -> str:
         emitted, rounds = row[f"expected_emitted_{verifier}"], row["rounds"]
-        return f"{emitted / rounds:.3f}" if _known(emitted) and rounds else UNKNOWN
+        return f"{emitted / rounds:.3f}" if is_known(emitted) and rounds else UNKNOWN
 
     return text
 
@@ -304,11 +281,11 @@ def expected(verifier: str) -> Callable[[Row], str]:
 def gains(table: pd.DataFrame) -> str:
     """The extremes of the gain by block verification, how many are beyond chance, and what drafts without laws have of it."""
     known = table[table["block_gain"].notna()]
-    rows = _rows(known)
+    rows = rows_of(known)
     if not rows:
         return "No gain is known."
     most, least = (pick(rows, key=lambda row: row["block_gain"]) for pick in (max, min))
-    with_ends = [row for row in rows if _known(row["block_gain_lo"])]
+    with_ends = [row for row in rows if is_known(row["block_gain_lo"])]
     above = sum(round(row["block_gain_lo"], 3) > 1 for row in with_ends)
     lines = [f"Largest gain: {gain_at(most)}; smallest: {gain_at(least)}."]
     if with_ends:
@@ -344,14 +321,14 @@ def stopping(by_confidence: pd.DataFrame) -> str:
 
 def drafted_per_emitted(row: Row) -> float | None:
     drafted, tau = row["mean_drafted_per_round"], row["mean_acceptance_length"]
-    return drafted / tau if _known(drafted) and _known(tau) else None
+    return drafted / tau if is_known(drafted) and is_known(tau) else None
 
 
 def stopping_findings(by_confidence: pd.DataFrame) -> str:
     """For each pair what the highest threshold makes of the work of draft and target, beside the lowest."""
     lines = []
     for pair, part in by_confidence.sort_values("confidence_threshold").groupby("pair", sort=False):
-        first, last = _rows(part)[0], _rows(part)[-1]
+        first, last = rows_of(part)[0], rows_of(part)[-1]
         start = f"- `{pair}`, k = {first['k']}"
         if len(part) == 1:
             lines.append(f"{start}: measured at one threshold only.")
@@ -450,7 +427,7 @@ def toy_findings(by_k: pd.DataFrame, positions: pd.DataFrame, by_temperature: pd
 
 
 def geometric_finding(by_k: pd.DataFrame) -> str:
-    rows = [row for row in _rows(by_k) if _known(row["difference"])]
+    rows = [row for row in rows_of(by_k) if is_known(row["difference"])]
     if not rows:
         return f"{UNKNOWN} (toy.k has no 1)"
     worst = max(rows, key=lambda row: abs(row["difference"]))
@@ -462,46 +439,18 @@ def lowest_alpha(by_temperature: pd.DataFrame) -> str:
     """By both definitions, for the original's α was accepted / proposed."""
 
     def lowest(column: str) -> str:
-        row = min(_rows(by_temperature), key=lambda row: row[column])
+        row = min(rows_of(by_temperature), key=lambda row: row[column])
         return f"{row[column]:.2f} at T = {row['temperature']:g}"
 
     return f"{lowest('alpha_overlap')}; acceptance rate {lowest('draft_acceptance_rate')}"
 
 
-def markdown(table: pd.DataFrame, columns: Sequence[Column]) -> str:
-    lines = [[heading for heading, _ in columns], ["---"] * len(columns)]
-    lines += [[text(row).replace("|", r"\|") for _, text in columns] for row in _rows(table)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def words(key: str) -> Callable[[Row], str]:
-    return lambda row: str(row[key]) if _known(row[key]) else UNKNOWN
-
-
-def number(key: str, digits: int = 2) -> Callable[[Row], str]:
-    return lambda row: f"{row[key]:.{digits}f}" if _known(row[key]) else UNKNOWN
-
-
-def interval(key: str, digits: int = 2) -> Callable[[Row], str]:
-    """A value and its interval; of too few prompts there is none."""
-    value, low, high = (number(name, digits) for name in (key, f"{key}_lo", f"{key}_hi"))
-
-    def text(row: Row) -> str:
-        ends = f"{low(row)}, {high(row)}" if _known(row[f"{key}_lo"]) else UNKNOWN
-        return f"{value(row)} [{ends}]"
-
-    return text
-
-
-PAIR: Column = ("pair", words("pair"))
-K: Column = ("k", number("k", 0))
-T: Column = ("T", lambda row: f"{row['temperature']:g}")
 GAIN: Column = ("gain by block verification", interval("block_gain", 3))
 
 
 def model(name: str, parameters: float) -> str:
     """A model and its size; a draft that copies text has none."""
-    if not _known(parameters) or parameters == 0:
+    if not is_known(parameters) or parameters == 0:
         return name
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if parameters >= size:
@@ -511,14 +460,6 @@ def model(name: str, parameters: float) -> str:
 
 def _range(values: pd.Series) -> str:
     return f"{values.min():.3f} to {values.max():.3f}" if values.notna().any() else UNKNOWN
-
-
-def _rows(table: pd.DataFrame) -> list[Row]:
-    return [{str(key): value for key, value in row.items()} for row in table.to_dict("records")]
-
-
-def _known(value: Any) -> bool:
-    return bool(pd.notna(value))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from specdec.errors import InputError
 TEXT_COLUMNS = (
     *("study", "pair", "target", "draft", "backend", "cpu", "os", "device", "device_name", "dtype", "draft_dtype"),
     *("torch", "transformers", "verifier", "fastest_baseline", "identical"),
+    *("variant", "grid", "method", "head", "contexts", "contexts_sha256", "calibration_sha256"),
+    *("question", "other"),
 )
 
 

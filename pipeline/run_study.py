@@ -81,6 +81,18 @@ def study_cells(params: Params) -> dict[str, Path]:
         found |= {
             f"greedy_identity@{prefix}-{d}": cells.greedy_identity(study.name, pair, d) for d in study.identity_dtypes
         }
+    for pair in study.quantized_pairs:
+        prefix = f"{study.contexts}-{pair}"
+        found |= {
+            f"quantized_alpha@{prefix}-{v}": cells.quantized_alpha(study.contexts, pair, v) for v in study.variants
+        }
+        found |= {
+            f"quantized_loop@{prefix}-{v}": cells.quantized_loop(study.contexts, pair, v) for v in study.loop_variants
+        }
+        found |= {
+            f"quantized_benchmark@{study.name}-{pair}-{v}": cells.quantized_benchmark(study.name, pair, v)
+            for v in study.kernel_variants
+        }
     return found
 
 

@@ -103,6 +103,12 @@ OptionalDevice = Annotated[
 ]
 CoarseDtype = Annotated[Literal["bfloat16", "float16"], _one_of("bfloat16", "float16")]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"], _one_of("float32", "bfloat16", "float16")]
+_VARIANT = r"bf16|fp16|w[2-8]-(row|g[1-9][0-9]*)(-min|-sym)?-(rtn|gptq|awq)"
+# Those that a kernel runs, so that they can be timed: bfloat16, `_weight_int8pack_mm` and `_weight_int4pack_mm_for_cpu`.
+KERNEL_VARIANT = r"bf16|w8-row-sym-rtn|w4-g(32|64|128|256)(-min|-sym)?-(rtn|gptq|awq)"
+Variant = Annotated[
+    str, _only("bf16, fp16 or names such as w4-g64-gptq, w4-g32-min-rtn, w8-row-sym-rtn", _matches(_VARIANT))
+]
 _is_sha256 = _matches(r"[0-9a-f]{64}")
 Sha256 = Annotated[str, _only("sha256 sums of 64 digits 0-9 and a-f", _is_sha256)]
 OptionalSha256 = Annotated[
@@ -189,6 +195,18 @@ class Pair(Section):
     device: OptionalDevice = None
 
 
+class Contexts(Section):
+    """Texts that a target writes, behind which every variant of a draft is judged; and others, to calibrate the variants."""
+
+    prompts_per_category: Count
+    max_new_tokens: Count
+    temperature: Values[Temperature]
+    calibration_per_category: Count
+    calibration_tokens: Count
+    loop_prompts_per_category: Count
+    loop_tokens: Count
+
+
 class Study(Section):
     """Which cells are measured, and how many prompts and tokens go into each."""
 
@@ -201,6 +219,11 @@ class Study(Section):
     confidence: Values[Probability]
     confidence_k: Count
     identity_dtypes: Values[CoarseDtype]
+    quantized_pairs: Values[Name]
+    contexts: Name
+    variants: Values[Variant]
+    loop_variants: Values[Variant]
+    kernel_variants: Values[Variant]
     prompts_per_category: Count
     max_new_tokens: Count
 
@@ -250,6 +273,8 @@ class Params(Section):
     study: Study
     studies: dict[Name, Study]
     prompts: PromptsSpec
+    context_prompts: Text
+    contexts: dict[Name, Contexts]
     decoding: Decoding
     timing: Timing
     toy: Toy
@@ -373,6 +398,7 @@ def _check_names(params: Params) -> None:
                     f"{place}.detail_pairs[{index}] is {_short(name)}, whose draft has no confidence to stop at; "
                     f"allowed: a pair with a draft model, or {place}.confidence: [0.0]"
                 )
+        _check_quantized(params, place, study)
     # A study's name is a folder of results: two studies, or two versions of one, must not write into the same.
     for key, study in params.studies.items():
         if study.name != key:
@@ -380,3 +406,21 @@ def _check_names(params: Params) -> None:
     if params.study not in params.studies.values():
         aliases = ", ".join(f"*{key}" for key in params.studies)
         raise _Fault(f"study is none of studies; allowed: an alias of one, such as {aliases}")
+
+
+def _check_quantized(params: Params, place: str, study: Study) -> None:
+    """The parts of a study that quantise drafts."""
+    for index, name in enumerate(study.quantized_pairs):
+        if name not in study.pairs:
+            raise _Fault(f"{place}.quantized_pairs[{index}] is {_short(name)}; allowed: {', '.join(study.pairs)}")
+    if study.contexts not in params.contexts:
+        raise _Fault(f"{place}.contexts is {_short(study.contexts)}; allowed: {', '.join(params.contexts)}")
+    for index, name in enumerate(study.loop_variants):
+        if name not in study.variants:
+            raise _Fault(f"{place}.loop_variants[{index}] is {_short(name)}; allowed: {', '.join(study.variants)}")
+    for index, name in enumerate(study.kernel_variants):
+        if not re.fullmatch(KERNEL_VARIANT, name):
+            raise _Fault(
+                f"{place}.kernel_variants[{index}] is {_short(name)}, which no kernel here runs; allowed: bf16, "
+                "w8-row-sym-rtn, and w4 in groups of 32, 64, 128 or 256"
+            )

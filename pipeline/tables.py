@@ -6,13 +6,15 @@ DVC never deletes the cells of a value that left params.yaml, so what lies in me
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from pipeline import cells
+from pipeline import quantized_tables as quantized
 from pipeline.cli import run
 from pipeline.results import study_folder, write_table
 from pipeline.study import Params, load_params
@@ -58,6 +60,7 @@ BENCHMARK = (
     *("cost_coefficient", "verify_cost_ratio", "peak_memory_bytes"),
     *("identical", "identical_prompts", "hf_identical_prompts", "unrepeatable_runs"),
 )
+QUANTIZED_BENCHMARK = (*BENCHMARK, *quantized.TIMED)
 IDENTITY = (
     *("pair", "target", "draft", "k", "dtype", "prompts", "max_new_tokens", "new_tokens"),
     *("identical_prompts", "near_ties", "faults", "limit_ulps", "largest_gap", "largest_ulps"),
@@ -112,11 +115,64 @@ def gather(params: Params) -> dict[str, pd.DataFrame]:
         "greedy_identity": _table(_read(by_dtype, IDENTITY), IDENTITY),
         "acceptance_per_position": _positions(by_k),
         "hf_benchmark": _table(_read(benchmarks, BENCHMARK), BENCHMARK),
+        "quantized_alpha": _table(_quantized_alpha(params), quantized.ALPHA),
+        "quantized_contrasts": _table(_quantized_contrasts(params), quantized.CONTRASTS),
+        "quantized_loop": _table(_quantized_loop(params), quantized.LOOP),
+        "quantized_benchmark": _table(_quantized_benchmark(params), (*QUANTIZED_BENCHMARK, *quantized.ALPHA_NEEDED)),
         "toy_k": _table(_with_geometric_form(toy_by_k), ACCEPTANCE),
         "toy_temperature": _table(toy_by_temperature, (*ACCEPTANCE, *TOY_LIMITS)),
         "toy_acceptance_per_position": _positions(toy_by_k),
         "toy_benchmark": _table(_read([cells.toy_benchmark()], BENCHMARK), BENCHMARK),
     }
+
+
+def _quantized_alpha(params: Params) -> list[Record]:
+    rows = []
+    for pair in params.study.quantized_pairs:
+        for variant in params.study.variants:
+            path = cells.quantized_alpha(params.study.contexts, pair, variant)
+            record = cells.read_json(path)
+            with _keys_of(path):
+                rows += quantized.alpha_rows(record)
+    return rows
+
+
+def _quantized_contrasts(params: Params) -> list[Record]:
+    rows = []
+    for pair in params.study.quantized_pairs:
+        paths = [cells.quantized_alpha(params.study.contexts, pair, variant) for variant in params.study.variants]
+        records, changed = [cells.read_json(path) for path in paths], []
+        for path, record in zip(paths, records, strict=True):
+            with _keys_of(path):
+                if record["contexts_sha256"] != records[0]["contexts_sha256"]:
+                    raise InputError(
+                        f"{path} and {paths[0]} were measured behind other texts; `dvc repro` measures them anew."
+                    )
+                changed.append(quantized.changes(record))
+        rows += quantized.contrast_rows(records, changed)
+    return rows
+
+
+def _quantized_loop(params: Params) -> list[Record]:
+    rows = []
+    for pair in params.study.quantized_pairs:
+        for variant in params.study.loop_variants:
+            path = cells.quantized_loop(params.study.contexts, pair, variant)
+            of_contexts = cells.quantized_alpha(params.study.contexts, pair, variant)
+            record, behind_contexts = cells.read_json(path), cells.read_json(of_contexts)
+            with _keys_of(path):
+                temperatures = record["temperatures"]
+            with _keys_of(of_contexts):
+                forced = quantized.forced(behind_contexts, temperatures)
+            with _keys_of(path):
+                rows += quantized.loop_rows(record, forced)
+    return rows
+
+
+def _quantized_benchmark(params: Params) -> list[Record]:
+    name, pairs = params.study.name, params.study.quantized_pairs
+    paths = [cells.quantized_benchmark(name, pair, v) for pair in pairs for v in params.study.kernel_variants]
+    return quantized.with_alpha_needed(_read(paths, QUANTIZED_BENCHMARK))
 
 
 def _read(paths: Sequence[Path], needed: Sequence[str]) -> list[Record]:
@@ -147,10 +203,17 @@ def _with_geometric_form(records: list[Record]) -> list[Record]:
 
 def _drafted(record: Record) -> list[int]:
     """Tokens drafted in each round of a toy cell."""
-    try:
+    with _keys_of(cells.toy_k(record["k"])):
         return [n for prompt in record["per_prompt"] for n in prompt["per_round_drafted"]]
+
+
+@contextmanager
+def _keys_of(path: Path) -> Iterator[None]:
+    """A key that is missed in this block is one that the cell lacks."""
+    try:
+        yield
     except KeyError as error:
-        raise InputError(_lacks(cells.toy_k(record["k"]), error.args[0])) from None
+        raise InputError(_lacks(path, error.args[0])) from None
 
 
 def _lacks(path: Path, key: str) -> str:

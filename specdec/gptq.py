@@ -71,7 +71,7 @@ def gptq(
     weight[:, dead] = 0
     order = hessian.diagonal().argsort(descending=True) if act_order else torch.arange(columns, device=weight.device)
     groups = torch.arange(columns, device=weight.device) // width
-    scales, zeros = _static_grid(weight, width, grid)
+    scales, zeros = fit(weight.unflatten(1, (-1, width)), grid)
     weight, groups = weight[:, order], groups[order]
     factor = _inverse_factor(hessian[order][:, order], damping)
     levels = torch.zeros_like(weight)
@@ -89,12 +89,7 @@ def gptq(
             errors[:, j - start] = error
         weight[:, end:] -= errors @ factor[start:end, end:]
     back = order.argsort()
-    return GridWeight(levels[:, back].to(torch.uint8), scales, zeros.to(torch.uint8), groups[back], grid)
-
-
-def _static_grid(weight: Tensor, width: int, grid: Grid) -> tuple[Tensor, Tensor]:
-    fitted = [fit(group, grid) for group in weight.split(width, dim=1)]
-    return torch.stack([scale for scale, _ in fitted], dim=1), torch.stack([zero for _, zero in fitted], dim=1)
+    return GridWeight(levels[:, back].to(torch.uint8), scales, zeros, groups[back], grid)
 
 
 def _compensated(weight: Tensor, errors: Tensor, factor: Tensor, start: int, j: int, width: int) -> Tensor:

@@ -49,13 +49,34 @@ def optimal_k(alpha: float, c: float, v: Sequence[float] | None = None, *, max_k
 
 def break_even_alpha(k: int, c: float, v: float = 1.0) -> float | None:
     """The α at which k drafted tokens pay exactly: expected_tokens_per_round(α, k) = kc + v. None where even α = 1 loses."""
-    cost = k * c + v
-    if expected_tokens_per_round(1.0, k) < cost:
+    return _alpha_for(k * c + v, k)
+
+
+def equal_speed_alpha(alpha: float, k: int, c: float, cheaper_c: float, v: float = 1.0) -> float | None:
+    """The α with which a draft of another cost is as fast as one of (α, c): how much acceptance a cheaper draft may lose.
+
+    Solves expected_tokens(α', k) / (k c' + v) = expected_tokens(α, k) / (k c + v). 0 where even a draft that is always rejected
+    would be as fast, None where no α is enough.
+
+    Args:
+        alpha: of the draft compared with.
+        c: its cost coefficient.
+        cheaper_c: c', that of the other draft.
+        v: verify cost ratio, common to both.
+    """
+    return _alpha_for(expected_tokens_per_round(alpha, k) * (k * cheaper_c + v) / (k * c + v), k)
+
+
+def _alpha_for(tokens: float, k: int) -> float | None:
+    """The least α with expected_tokens_per_round(α, k) of at least `tokens`; None where α = 1 is not enough."""
+    if expected_tokens_per_round(1.0, k) * (1 + 1e-12) < tokens:  # k + 1, but for the rounding of what was asked
         return None
+    if tokens <= 1:
+        return 0.0
     low, high = 0.0, 1.0
-    for _ in range(60):  # bisection: the left side grows with α
+    for _ in range(60):  # bisection: tokens grow with α
         middle = (low + high) / 2
-        low, high = (middle, high) if expected_tokens_per_round(middle, k) < cost else (low, middle)
+        low, high = (middle, high) if expected_tokens_per_round(middle, k) < tokens else (low, middle)
     return high
 
 

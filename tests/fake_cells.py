@@ -28,10 +28,25 @@ studies:
     confidence: [0.0, 0.4, 0.8]
     confidence_k: 8
     identity_dtypes: [bfloat16, float16]
+    quantized_pairs: [small_int8]
+    contexts: few
+    variants: [bf16, w8-row-sym-rtn, w4-g64-rtn, w4-g64-gptq, w4-g64-awq, w3-row-rtn]
+    loop_variants: [bf16, w4-g64-gptq]
+    kernel_variants: [bf16, w8-row-sym-rtn, w4-g64-gptq]
     prompts_per_category: 2
     max_new_tokens: 32
 study: *fake
 prompts: {file: prompts.jsonl, categories: [qa]}
+context_prompts: context_prompts.jsonl
+contexts:
+  few:
+    prompts_per_category: 2
+    calibration_per_category: 1
+    calibration_tokens: 16
+    max_new_tokens: 32
+    temperature: [0.7, 1.0]
+    loop_prompts_per_category: 2
+    loop_tokens: 32
 decoding: {seed: 0, k: 4, temperature: 0.0, top_k: null, top_p: null, verifier: token}
 timing: {runs: 5, warmup: 1, device: auto, dtype: float32, threads: null}
 toy:
@@ -47,6 +62,10 @@ ALPHA = {"small_int8": 0.95, "small_bf16": 0.99, "small_lookup": 0.4, "toy": 0.9
 TOY_ALPHA = {0.02: 0.96, 0.1: 0.71, 0.2: 0.33, 0.5: 0.41, 1.0: 0.66, 2.0: 0.87, 5.0: 0.98}
 C = {"small_int8": 0.45, "small_bf16": 0.7, "small_lookup": 0.01, "toy": 0.5}
 ROUNDS = 120
+LOSS = {16: 0.001, 8: 0.004, 4: 0.08, 3: 0.3}  # of α, by rounding body and head to the nearest at T = 0
+METHOD = {"cast": 1.0, "rtn": 1.0, "gptq": 0.5, "awq": 0.8}  # how much of it the method leaves
+TIMED_C = {16: 0.7, 8: 0.45, 4: 0.35}
+LAYER_WEIGHTS, HEAD_WEIGHTS = 106_168_320, 28_311_552
 NOT_TIMED = {
     *("expected_emitted_token", "expected_emitted_block"),
     *("block_gain", "block_gain_lo", "block_gain_hi"),
@@ -75,6 +94,16 @@ def write(root: Path, params_text: str = PARAMS) -> Params:
             cells.write_json(cells.sweep_confidence(study.name, pair, threshold), record)
         for dtype in study.identity_dtypes:
             cells.write_json(cells.greedy_identity(study.name, pair, dtype), identity(pair, params.decoding.k, dtype))
+    for pair in study.quantized_pairs:
+        for variant in study.variants:
+            path = cells.quantized_alpha(study.contexts, pair, variant)
+            cells.write_json(path, quantized_alpha(pair, variant))
+        for variant in study.loop_variants:
+            path = cells.quantized_loop(study.contexts, pair, variant)
+            cells.write_json(path, quantized_loop(pair, variant, params.decoding.k))
+        for variant in study.kernel_variants:
+            path = cells.quantized_benchmark(study.name, pair, variant)
+            cells.write_json(path, quantized_benchmark(pair, variant, params.decoding.k))
     for k in params.toy.k:
         cells.write_json(cells.toy_k(k), acceptance("toy", k))
     for t in params.toy.temperature:
@@ -94,6 +123,103 @@ def without_intervals(path: Path) -> None:
     """As a cell of few prompts is: the ends of every interval are null, in the lists of positions too."""
     ends = {key: value for key, value in cells.read_json(path).items() if key.endswith(("_lo", "_hi"))}
     edit(path, **{key: [None] * len(value) if isinstance(value, list) else None for key, value in ends.items()})
+
+
+def variant_keys(pair: str, variant: str) -> dict[str, Any]:
+    """What a variant's name says."""
+    names = {"pair": pair, "target": "small", "draft": pair.removeprefix("small_"), "variant": variant}
+    if variant in ("bf16", "fp16"):
+        return {**names, "bits": 16, "group_size": None, "grid": None, "method": "cast"}
+    bits, group, *kind, method = variant.split("-")
+    group_size = None if group == "row" else int(group[1:])
+    return {**names, "bits": int(bits[1:]), "group_size": group_size, "grid": (kind or ["zero"])[0], "method": method}
+
+
+def bits_per_weight(keys: dict[str, Any]) -> float:
+    if keys["method"] == "cast":
+        return 16.0
+    stored = {"zero": 16 + keys["bits"], "min": 32, "sym": 16}[keys["grid"]]
+    return keys["bits"] + stored / (keys["group_size"] or 576)
+
+
+def quantized_loss(keys: dict[str, Any], head: str, temperature: float) -> float:
+    """Of α: less with a better method, with the head as it is, and at higher temperatures."""
+    return LOSS[keys["bits"]] * METHOD[keys["method"]] * (1 if head == "in" else 0.75) * (1 - 0.4 * temperature)
+
+
+def quantized_alpha(pair: str, variant: str) -> dict[str, Any]:
+    keys = variant_keys(pair, variant)
+    bits = bits_per_weight(keys)
+    record = {
+        **keys,
+        "contexts": "few",
+        "contexts_sha256": "1" * 64,
+        "calibration_sha256": None if keys["method"] in ("cast", "rtn") else "2" * 64,
+        "calibration_tokens": None if keys["method"] in ("cast", "rtn") else 960,
+        "cpu": "Imaginary CPU 9000",
+        "prompts": 12,
+        "temperatures": [0.0, 0.7, 1.0],
+        "quantisation_seconds": {"cast": 0.1, "rtn": 0.5, "gptq": 150.0, "awq": 90.0}[keys["method"]],
+        "perplexity_unquantized_greedy": 1.4,
+        "perplexity_unquantized_sampled": 4.0,
+        "per_prompt": [{"question_id": i, "category": "qa", "greedy": {}, "sampled": {}} for i in range(12)],
+    }
+    for head, prefix in (("in", ""), ("out", "body_")):
+        weights = LAYER_WEIGHTS + (HEAD_WEIGHTS if head == "in" else 0)
+        record |= {
+            f"{prefix}bits_per_weight": bits,
+            f"{prefix}weights": weights,
+            f"{prefix}weight_bytes": round(weights * bits / 8),
+            f"{prefix}other_bytes": 2 * HEAD_WEIGHTS,  # the embedding; a head left as it is is tied to it
+            f"{prefix}perplexity_greedy": 1.4 * (1 + quantized_loss(keys, head, 0.0)),
+            f"{prefix}perplexity_sampled": 4.0 * (1 + quantized_loss(keys, head, 1.0)),
+        }
+        for end, t in (("0", 0.0), ("0_7", 0.7), ("1", 1.0)):
+            loss = quantized_loss(keys, head, t)
+            record |= {
+                f"positions_{end}": 384,
+                **interval(f"alpha_unquantized_{end}", 1.0, 0.0),
+                **interval(f"{prefix}alpha_{end}", 1 - loss, 0.2 * loss),
+                **interval(f"{prefix}alpha_change_{end}", -loss, 0.2 * loss),
+                f"{prefix}argmax_agreement_{end}": 1 - quantized_loss(keys, head, 0.0),
+                **interval(f"{prefix}tv_{end}", loss, 0.2 * loss),
+                f"{prefix}largest_excess_{end}": 1e-7 if t else -0.01,
+            }
+            set_changes(record, prefix, end, [-loss * (0.8 + 0.2 * (i % 3)) for i in range(12)])
+    return record
+
+
+def set_changes(record: dict[str, Any], prefix: str, end: str, changes: list[float]) -> None:
+    """Give each prompt of an alpha cell, which has 32 positions, its mean change of α."""
+    for prompt, change in zip(record["per_prompt"], changes, strict=True):
+        sums = prompt["greedy" if end == "0" else "sampled"]
+        sums |= {f"{prefix}change_{end}": 32 * change, f"positions_{end}": 32.0}
+
+
+def quantized_loop(pair: str, variant: str, k: int) -> dict[str, Any]:
+    """α of the loop a little above that behind fixed contexts."""
+    keys = variant_keys(pair, variant)
+    record = {**keys, "contexts": "few", "k": k, "prompts": 12, "temperatures": [0.0, 1.0], "cpu": "Imaginary CPU 9000"}
+    for end, t in (("0", 0.0), ("1", 1.0)):
+        loss = quantized_loss(keys, "in", t)
+        record |= {
+            f"tested_{end}": 300,
+            **interval(f"alpha_{end}", 1 - 0.95 * loss, 0.3 * loss),
+            **interval(f"alpha_overlap_{end}", 1 - 0.9 * loss, 0.25 * loss),
+            f"positions_{end}": 360,
+            **interval(f"matched_alpha_{end}", 1 - 0.95 * loss, 0.3 * loss),
+            **interval(f"difference_{end}", 0.05 * loss, 0.1 * loss),
+        }
+    return record
+
+
+def quantized_benchmark(pair: str, variant: str, k: int) -> dict[str, Any]:
+    """A timed cell of a variant: fewer bits, a cheaper and a worse draft."""
+    keys = variant_keys(pair, variant)
+    bits = bits_per_weight(keys)
+    record = benchmark(pair, k, alpha=1 - quantized_loss(keys, "in", 0.0), c=TIMED_C[keys["bits"]])
+    record |= {**keys, "bits_per_weight": bits, "draft_dtype": "bfloat16"}
+    return {**record, "draft_bytes": round((LAYER_WEIGHTS + HEAD_WEIGHTS) * bits / 8) + 2 * HEAD_WEIGHTS}
 
 
 def acceptance(pair: str, k: int, *, temperature: float = 0.0, alpha: float | None = None) -> dict[str, Any]:
@@ -179,10 +305,11 @@ def identity(pair: str, k: int, dtype: str) -> dict[str, Any]:
     }
 
 
-def benchmark(pair: str, k: int) -> dict[str, Any]:
+def benchmark(pair: str, k: int, *, alpha: float | None = None, c: float | None = None) -> dict[str, Any]:
     """A timed cell that agrees with itself: measured = ideal × the three factors."""
-    record = {key: value for key, value in acceptance(pair, k).items() if key not in NOT_TIMED}
-    c, v, overhead = C[pair], 1.25, 0.95
+    record = {key: value for key, value in acceptance(pair, k, alpha=alpha).items() if key not in NOT_TIMED}
+    v, overhead = 1.25, 0.95
+    c = C[pair] if c is None else c
     tau, iid = record["mean_acceptance_length"], record["iid_acceptance_length"]
     predicted, ideal = tau / (k * c + v), iid / (k * c + 1)
     speedup = predicted * overhead

@@ -62,6 +62,11 @@ studies:
     confidence: [0.0, 0.5]
     confidence_k: 2
     identity_dtypes: [bfloat16]
+    quantized_pairs: [int8, model-draft]
+    contexts: few
+    variants: [bf16, w4-row-gptq]
+    loop_variants: [w4-row-gptq]
+    kernel_variants: [w8-row-sym-rtn]
     prompts_per_category: 2
     max_new_tokens: 4
   other: &other
@@ -74,12 +79,27 @@ studies:
     confidence: [0.0]
     confidence_k: 2
     identity_dtypes: [bfloat16]
+    quantized_pairs: [lookup]
+    contexts: few
+    variants: [w3-row-awq]
+    loop_variants: [w3-row-awq]
+    kernel_variants: [bf16]
     prompts_per_category: 1
     max_new_tokens: 4
 study: *tiny
 prompts:
   file: pipeline/prompts.jsonl
   categories: [multi_turn, translation, summarization, qa, math_reasoning, rag]
+context_prompts: pipeline/context_prompts.jsonl
+contexts:
+  few:
+    prompts_per_category: 2
+    max_new_tokens: 6
+    temperature: [0.7, 1.0]
+    calibration_per_category: 1
+    calibration_tokens: 24
+    loop_prompts_per_category: 2
+    loop_tokens: 4
 decoding: {seed: 0, k: 2, temperature: 0.0, top_k: null, top_p: null, verifier: token}
 timing: {runs: 2, warmup: 1, device: cpu, dtype: float32, threads: 1}
 toy:
@@ -109,10 +129,10 @@ if name == "hardware":
     cells.write_json(cells.HARDWARE, {"fingerprint": {"cpu": os.environ["STAND_IN_CPU"]}})
 elif arguments:
     (out,) = (value for option, value in zip(arguments, arguments[1:]) if option in ("--out", "--json"))
-    cells.write_json(out, {"arguments": arguments, "params": params, "cpu": cells.cpu() if name == "benchmark" else None})
+    cells.write_json(out, {"arguments": arguments, "params": params, "cpu": cells.cpu() if "benchmark" in name else None})
 else:
     study = re.search(r"(?m)^study: [*](\\S+)", params)[1]
-    text = Path("dvc.yaml").read_text(encoding="utf-8").replace("${study.name}", study)
+    text = Path("dvc.yaml").read_text(encoding="utf-8").replace("${study.name}", study).replace("${study.contexts}", "few")
     stage = re.search(rf"(?ms)^  {name}:\\n(.*?)^  (?=\\S)|\\Z", text + "  end")[1]
     read = [Path(path) for path in re.findall(r"(?m)^      - ((?:metrics|plots)/[^:\\n]+)$", stage)]
     read = [file for path in read for file in (sorted(path.rglob("*.*")) if path.is_dir() else [path])]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from stand_ins import tiny_gpt2
 
-from pipeline import benchmark, cells, cli, timed
+from pipeline import bench, benchmark, cells, cli, timed
 from pipeline.acceptance import prompt_generator
 from pipeline.timed import Setting
 from pipeline.weights import LoadedPair
@@ -60,7 +60,7 @@ def seen(monkeypatch):
         vars(seen).update(target=target, drafter=drafter, prompts=prompts, setting=setting, label=label)
         return {"measured": True}
 
-    monkeypatch.setattr(benchmark, "compare", compare)
+    monkeypatch.setattr(bench, "compare", compare)
     monkeypatch.setattr(benchmark, "render", str)
     return seen
 
@@ -310,7 +310,7 @@ def test_a_target_over_several_devices_is_called_spread_and_not_compared_with_th
     loaded, threads, seen, monkeypatch
 ):
     """It may be larger than the main memory."""
-    monkeypatch.setattr(benchmark, "check_device", lambda *_: pytest.fail("copied"))
+    monkeypatch.setattr(bench, "check_device", lambda *_: pytest.fail("copied"))
     loaded.target = tiny_gpt2().bfloat16()
     loaded.target.hf_device_map = {"": "cpu"}
     options = ["--backend", "hf", "--target", "some/folder", "--draft", "lookup", "--device", "spread"]

@@ -32,6 +32,10 @@ ORDER = [
     "sweep_confidence",
     "hf_benchmark",
     "greedy_identity",
+    "contexts",
+    "quantized_alpha",
+    "quantized_loop",
+    "quantized_benchmark",
     "tables",
     "plot",
     "report",
@@ -179,7 +183,7 @@ def test_what_load_params_gives_is_called_params(module):
 # Paths and stages, as DVC itself resolves them
 
 
-@pytest.fixture(scope="module", params=["embedded", "quick", "gpt2", "smollm2"])
+@pytest.fixture(scope="module", params=["embedded", "quick", "gpt2", "smollm2", "quantized"])
 def resolved(request, tmp_path_factory):
     """The parameters of a study and DVC's own stages for it, by full name."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -197,6 +201,8 @@ def test_cells_lie_where_cells_py_says(resolved):
     params, stages = resolved
     want = study_cells(params)
     want |= {f"download@{pair}": cells.manifest(pair) for pair in params.study.pairs} | {"hardware": cells.HARDWARE}
+    name = params.study.contexts
+    want |= {f"contexts@{name}-{pair}": cells.contexts(name, pair) for pair in params.study.quantized_pairs}
     want = {name: str(path) for name, path in want.items()}
     last = {"tables", "plot", "report"}
     assert {name: str(out) for name, stage in stages.items() if name not in last for out in stage.outs} == want
@@ -224,7 +230,7 @@ def test_only_timed_cells_depend_on_the_machine(resolved):
     machine = {
         name.split("@")[0] for name, stage in stages.items() if any("hardware.json" in str(dep) for dep in stage.deps)
     }
-    assert machine == {"toy_benchmark", "hf_benchmark"}
+    assert machine == {"toy_benchmark", "hf_benchmark", "quantized_benchmark"}
     for stage in stages.values():
         for dep in stage.deps:
             if "hardware.json" in str(dep):

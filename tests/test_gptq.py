@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from specdec import gptq as module
 from specdec.errors import InputError
 from specdec.gptq import Hessian, gptq
-from specdec.grid import Grid, fit, round_to_nearest
+from specdec.grid import KINDS, Grid, fit, round_to_nearest
 
 
 def inputs_of(columns, rows=512, seed=0):
@@ -44,19 +44,20 @@ def test_the_hessian_is_the_mean_of_the_outer_products():
 
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("seed", range(5))
-def test_two_columns_are_solved_directly(act_order, seed):
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_columns_are_solved_directly(act_order, seed, kind):
     """The first column goes to its nearest level; the best the second can do for it is w₂ + (w₁ − ŵ₁) H₁₂ / H₂₂, rounded."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(6, 2, generator=generator)
     hessian = hessian_of(torch.randn(50, 2, generator=generator) @ torch.randn(2, 2, generator=generator))
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(2)
-    grid = Grid(3)
+    grid = Grid(3, kind=kind)
     scale, zero = fit(weight, grid)
     first = int(damped[1, 1] > damped[0, 0]) if act_order else 0
     second = 1 - first
 
     def rounded(column):
-        return ((column / scale + zero).round().clamp(0, 7) - zero) * scale
+        return ((column / scale + zero).round().clamp(0, grid.levels - 1) - zero) * scale
 
     want = torch.empty_like(weight)
     want[:, first] = rounded(weight[:, first])
@@ -67,9 +68,14 @@ def test_two_columns_are_solved_directly(act_order, seed):
 
 def test_independent_inputs_leave_nothing_to_make_up_for():
     weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
-    for order in (False, True):
-        found = gptq(weight, torch.diag(torch.rand(32) + 0.5), Grid(4), act_order=order)
-        assert torch.equal(found.levels, round_to_nearest(weight, Grid(4)).levels)
+    for order, kind in itertools.product((False, True), KINDS):
+        grid = Grid(4, 16, kind)
+        found, nearest = (
+            gptq(weight, torch.diag(torch.rand(32) + 0.5), grid, act_order=order),
+            round_to_nearest(weight, grid),
+        )
+        assert torch.equal(found.levels, nearest.levels) and torch.equal(found.dequantised(), nearest.dequantised())
+        assert torch.equal(found.groups, nearest.groups)
 
 
 def test_no_rounding_of_three_weights_is_much_better():
@@ -91,7 +97,20 @@ def test_no_rounding_of_three_weights_is_much_better():
     assert float(ours.mean()) < float(torch.einsum("ni,ij,nj->n", nearest, hessian, nearest).mean())
 
 
-@pytest.mark.parametrize("grid", [Grid(4), Grid(3), Grid(4, 32), Grid(3, 48), Grid(2, 96)])
+@pytest.mark.parametrize(
+    "grid",
+    [
+        Grid(4),
+        Grid(3),
+        Grid(4, 32),
+        Grid(3, 48),
+        Grid(2, 96),
+        Grid(4, 32, "min"),
+        Grid(3, 48, "sym"),
+        Grid(4, kind="sym"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("act_order", [False, True])
 def test_the_output_is_nearer_than_by_rounding_to_the_nearest(grid, act_order):
     columns = 288

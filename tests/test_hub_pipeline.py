@@ -51,6 +51,11 @@ studies:
     confidence: [0.5]
     confidence_k: 2
     identity_dtypes: [bfloat16]
+    quantized_pairs: [gpt2]
+    contexts: few
+    variants: [w4-g32-awq]
+    loop_variants: [w4-g32-awq]
+    kernel_variants: [w4-g32-awq]
     prompts_per_category: 1
     max_new_tokens: 6
   troubled: &troubled
@@ -63,12 +68,27 @@ studies:
     confidence: [0.0]
     confidence_k: 2
     identity_dtypes: [bfloat16]
+    quantized_pairs: [fine]
+    contexts: few
+    variants: [bf16]
+    loop_variants: [bf16]
+    kernel_variants: [bf16]
     prompts_per_category: 1
     max_new_tokens: 4
 study: *chain
 prompts:
   file: pipeline/prompts.jsonl
   categories: [qa, math_reasoning]
+context_prompts: pipeline/context_prompts.jsonl
+contexts:
+  few:
+    prompts_per_category: 1
+    max_new_tokens: 5
+    temperature: [1.0]
+    calibration_per_category: 1
+    calibration_tokens: 16
+    loop_prompts_per_category: 1
+    loop_tokens: 4
 decoding: {{seed: 0, k: 2, temperature: 0.0, top_k: null, top_p: null, verifier: token}}
 timing: {{runs: 2, warmup: 1, device: cpu, dtype: float32, threads: 1}}
 toy:

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from pipeline import benchmark, cells, chat, sweep, timed
+from pipeline import bench, benchmark, cells, chat, sweep, timed
 from pipeline.acceptance import PromptResult, acceptance_record
 from pipeline.hardware import describe
 from pipeline.study import Pair
@@ -590,8 +590,8 @@ def test_a15_without_a_dtype_both_models_are_loaded_in_float32_and_the_record_sa
 ):
     one, other = save_in(tmp_path / "one", stored), save_in(tmp_path / "other", "float32")
     seen = []
-    honest = benchmark.compare
-    monkeypatch.setattr(benchmark, "compare", lambda *a, **o: seen.append((a[0], a[1].model)) or honest(*a, **o))
+    honest = bench.compare
+    monkeypatch.setattr(bench, "compare", lambda *a, **o: seen.append((a[0], a[1].model)) or honest(*a, **o))
     for target, draft in ((one, other), (other, one)):
         command(
             monkeypatch, benchmark, *brief, "--target", target, "--draft", draft, "--json", str(tmp_path / "out.json")
@@ -712,7 +712,7 @@ def test_a16_a_benchmark_checks_the_device_before_it_times_anything(wrong, monke
         return model
 
     monkeypatch.setattr(benchmark, f"toy_{wrong}", perturbed)
-    monkeypatch.setattr(benchmark, "compare", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(bench, "compare", lambda *_: pytest.fail("timed"))
     with pytest.raises(InputError, match="differ from the CPU's"):
         command(monkeypatch, benchmark, *toy, "--json", str(out))
     assert not out.exists()

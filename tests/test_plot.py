@@ -27,6 +27,7 @@ FOLDER = Path("plots/fake")
 NAMES = {
     *("tokens_per_round", "acceptance_per_position", "acceptance_vs_temperature", "speedup", "toy"),
     *("block_verification", "confidence"),
+    *("quantized_alpha", "quantized_speedup", "break_even"),
 }
 SMALLEST = (
     fake_cells.PARAMS.replace("[small_int8, small_bf16, small_lookup]", "[small_int8]")

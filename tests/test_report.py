@@ -8,8 +8,9 @@ from typing import Any
 
 import fake_cells
 import pytest
+from report_text import section, table
 
-from pipeline import cells, report, tables
+from pipeline import cells, report, tables, wording
 from pipeline.study import Params
 from specdec.errors import InputError
 from specdec.theory import expected_tokens_per_round
@@ -29,17 +30,6 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Params:
 def text() -> str:
     tables.main()
     return report.report("fake", FOLDER)
-
-
-def section(whole: str, heading: str) -> str:
-    return whole.split(f" {heading}\n")[1].split("\n#")[0]
-
-
-def table(markdown: str) -> list[dict[str, str]]:
-    """The rows of the first table of a text, by heading."""
-    block = markdown[markdown.index("|") :].split("\n\n")[0]
-    lines = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in block.splitlines()]
-    return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
 
 
 def verdict_of(pair: str, whole: str) -> str:
@@ -139,7 +129,7 @@ NOISE = {"noise_floor": 1.0, "noise_floor_lo": 0.98, "noise_floor_hi": 1.01}
 )
 def test_words_follow_the_interval(value: float | None, low: float | None, high: float | None, conclusion: str) -> None:
     row = {"speedup": value, "speedup_lo": low, "speedup_hi": high}
-    assert report.comparison(row | NOISE, "speedup", "X") == conclusion
+    assert wording.comparison(row | NOISE, "speedup", "X") == conclusion
 
 
 @pytest.mark.parametrize(
@@ -161,7 +151,7 @@ def test_faster_and_slower_are_said_only_beyond_the_noise(
 ) -> None:
     values = dict(zip(("speedup", "speedup_lo", "speedup_hi"), speedup, strict=True))
     row = values | dict(zip(("noise_floor", "noise_floor_lo", "noise_floor_hi"), noise, strict=True))
-    assert report.comparison(row, "speedup", "X").endswith(f"X: {conclusion}")
+    assert wording.comparison(row, "speedup", "X").endswith(f"X: {conclusion}")
 
 
 def test_the_verdict_follows_the_cells_own_noise(study: Params) -> None:
@@ -192,7 +182,9 @@ def test_a_fastest_baseline_that_is_our_own_is_compared_once(study: Params) -> N
 
 
 def test_a10_identity_is_claimed_only_where_the_cell_claims_it(study: Params) -> None:
-    for path in [cells.hf_benchmark("fake", pair, 4) for pair in study.study.pairs] + [cells.toy_benchmark()]:
+    timed = [cells.hf_benchmark("fake", pair, 4) for pair in study.study.pairs]
+    timed += [cells.quantized_benchmark("fake", "small_int8", variant) for variant in study.study.kernel_variants]
+    for path in [*timed, cells.toy_benchmark()]:
         fake_cells.edit(path, identical="not checked", identical_prompts=None)
     whole = text()
     of_timed_cells = whole.replace(section(whole, IDENTITY), "")

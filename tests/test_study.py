@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +54,9 @@ def test_the_committed_file_is_good():
     assert pair_spec(params, "smollm2-135m_int8").draft == "int8"
     assert params.decoding.top_k is None and params.decoding.temperature == 0.0
     for study in params.studies.values():
-        assert study.prompts_per_category * len(params.prompts.categories) >= (12 if study.name != "quick" else 1)
+        assert study.prompts_per_category * len(params.prompts.categories) >= (
+            1 if study.name in ("quick", "quantized") else 12
+        )
 
 
 def test_a_local_model(tmp_path):
@@ -123,7 +126,7 @@ def test_a_pair_may_have_a_device_of_its_own(tmp_path, device):
         (("study", "max_new_tokens"), None, "study.max_new_tokens is null; allowed: integers of at least 1."),
         (("study", "kk"), [1], "study.kk is not a known key; allowed: name, pairs, k, temperature, benchmark_k,"),
         (("study", "max_new_tokens"), MISSING, "study.max_new_tokens is missing, but every key needs a value."),
-        (("study",), "embedded", 'study is "embedded"; allowed: *embedded, *quick, *gpt2, *smollm2, with the star.'),
+        (("study",), "embedded", 'study is "embedded"; allowed: *embedded, *quick, *gpt2, *smollm2, *quantized, with the star.'),
         (("study",), 3, "study is 3; allowed: a mapping with the keys name, pairs,"),
         (("study",), {**GOOD["study"], "k": [9]}, "study is none of studies; allowed: an alias of one, such as *embedded, *"),
         (("studies", "quick", "name"), "embedded", 'studies.quick.name is "embedded"; allowed: quick.'),
@@ -182,7 +185,25 @@ def test_a_pair_may_have_a_device_of_its_own(tmp_path, device):
         (("timing", "threads"), 0, "timing.threads is 0; allowed: null or integers of at least 1."),
         (("timing",), MISSING, "timing is missing, but every key needs a value."),
         (("toy", "temperature", 0), 2, "toy.temperature[0] is 2; allowed: numbers above 0 written with a decimal point"),
-        (("toys",), {}, "toys is not a known key; allowed: models, pairs, study, studies, prompts, decoding, timing, toy."),
+        (("study", "quantized_pairs"), [], "study.quantized_pairs is []; allowed: lists of at least one value."),
+        (("study", "quantized_pairs"), ["gpt2_distilgpt2"], 'study.quantized_pairs[0] is "gpt2_distilgpt2"; allowed: smollm2'),
+        (("study", "contexts"), "large", 'study.contexts is "large"; allowed: full, small.'),
+        (("study", "variants", 0), "int4", 'study.variants[0] is "int4"; allowed: bf16, fp16 or names such as w4-g64-gptq'),
+        (("study", "variants", 0), "w1-row-rtn", 'study.variants[0] is "w1-row-rtn"; allowed: bf16, fp16 or names such as'),
+        (("study", "variants", 0), "w4-g0-rtn", 'study.variants[0] is "w4-g0-rtn"; allowed: bf16, fp16 or names such as'),
+        (("study", "loop_variants", 0), "w5-row-rtn", 'study.loop_variants[0] is "w5-row-rtn"; allowed: bf16, w8-row-sym-rtn'),
+        (
+            ("study", "kernel_variants", 0),
+            "w4-row-rtn",
+            'study.kernel_variants[0] is "w4-row-rtn", which no kernel here runs; allowed: bf16, w8-row-sym-rtn',
+        ),
+        (("contexts", "full", "temperature"), [0.0], "contexts.full.temperature[0] is 0.0; allowed: numbers above 0 written"),
+        (("contexts", "full", "loop_tokens"), 0, "contexts.full.loop_tokens is 0; allowed: integers of at least 1."),
+        (
+            ("toys",),
+            {},
+            "toys is not a known key; allowed: models, pairs, study, studies, prompts, context_prompts, contexts, decoding,",
+        ),
     ],
 )  # fmt: skip
 def test_bad_values(tmp_path, place, value, sentence):
@@ -249,6 +270,7 @@ def test_hardware_stops_bad_input_before_it_touches_anything(tmp_path):
     (tmp_path / "pipeline").mkdir()
     prompts = tmp_path / "pipeline" / "prompts.jsonl"
     prompts.write_bytes((ROOT / "pipeline" / "prompts.jsonl").read_bytes())
+    shutil.copy(ROOT / "pipeline" / "context_prompts.jsonl", tmp_path / "pipeline")
     record = tmp_path / "metrics" / "hardware.json"
     record.parent.mkdir()
     record.write_text("as it was")
@@ -257,6 +279,8 @@ def test_hardware_stops_bad_input_before_it_touches_anything(tmp_path):
         "category": changed(("prompts", "categories"), ["poetry"]),
         "too few": changed(("study", "prompts_per_category"), 10**6),
         "no file": changed(("prompts", "file"), "gone.jsonl"),
+        "no context prompts": changed(("context_prompts",), "gone.jsonl"),
+        "too few for contexts": changed(("contexts", "full", "calibration_per_category"), 5),
         "device": changed(("timing", "device"), "mps" if sys.platform != "darwin" else "cuda"),
     }.items():
         (tmp_path / "params.yaml").write_text(text, encoding="utf-8")
@@ -280,7 +304,8 @@ def test_hardware_stops_bad_input_before_it_touches_anything(tmp_path):
 def test_a_device_that_is_not_here_is_refused_if_the_study_asks_for_it(tmp_path):
     """Nobody who runs one study needs the devices of another."""
     (tmp_path / "pipeline").mkdir()
-    (tmp_path / "pipeline" / "prompts.jsonl").write_bytes((ROOT / "pipeline" / "prompts.jsonl").read_bytes())
+    for name in ("prompts.jsonl", "context_prompts.jsonl"):
+        shutil.copy(ROOT / "pipeline" / name, tmp_path / "pipeline")
     absent = "mps" if sys.platform != "darwin" else "cuda"
     record = tmp_path / "metrics" / "hardware.json"
     params = tmp_path / "params.yaml"

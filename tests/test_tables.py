@@ -17,6 +17,7 @@ from specdec.theory import expected_tokens_per_round, iid_acceptance_length
 NAMES = {
     *("sweep_k", "sweep_temperature", "acceptance_per_position", "hf_benchmark"),
     *("sweep_block", "sweep_confidence", "greedy_identity"),
+    *("quantized_alpha", "quantized_contrasts", "quantized_loop", "quantized_benchmark"),
     *("toy_k", "toy_temperature", "toy_acceptance_per_position", "toy_benchmark"),
 }
 
@@ -89,6 +90,8 @@ def test_a_cell_that_the_study_does_not_declare_is_left_out(study: Params) -> No
         *("sweep_k/fake/small_bf16/2.json", "toy/temperature/0.2.json", "toy/benchmark.json"),
         *("sweep_block/fake/small_int8/1.0.json", "sweep_confidence/fake/small_int8/0.4.json"),
         "greedy_identity/fake/small_int8/float16.json",
+        *("quantized_alpha/few/small_int8/w3-row-rtn.json", "quantized_loop/few/small_int8/bf16.json"),
+        "quantized_benchmark/fake/small_int8/w4-g64-gptq.json",
     ],
 )
 def test_a_missing_cell_is_named_and_no_table_is_touched(study: Params, path: str) -> None:
@@ -111,6 +114,12 @@ def test_a_missing_cell_is_named_and_no_table_is_touched(study: Params, path: st
         (cells.sweep_block("fake", "small_int8", 1.5), "verifier"),
         (cells.sweep_confidence("fake", "small_int8", 0.8), "confidence_threshold"),
         (cells.greedy_identity("fake", "small_int8", "bfloat16"), "share_within_limit"),
+        (cells.quantized_alpha("few", "small_int8", "w3-row-rtn"), "temperatures"),
+        (cells.quantized_alpha("few", "small_int8", "w3-row-rtn"), "body_alpha_change_0_7_hi"),
+        (cells.quantized_alpha("few", "small_int8", "bf16"), "perplexity_unquantized_greedy"),
+        (cells.quantized_loop("few", "small_int8", "bf16"), "temperatures"),
+        (cells.quantized_loop("few", "small_int8", "w4-g64-gptq"), "tested_1"),
+        (cells.quantized_benchmark("fake", "small_int8", "bf16"), "draft_bytes"),
     ],
 )
 def test_a_cell_without_a_needed_key_is_named(study: Params, path: Path, key: str) -> None:
