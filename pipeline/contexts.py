@@ -22,7 +22,7 @@ from pipeline.weights import LoadedPair, load_pair
 from specdec.cache import context_length
 from specdec.errors import InputError
 
-BATCH = 40  # texts written together
+BATCH = 42  # texts written together
 
 
 def main() -> None:

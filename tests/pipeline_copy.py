@@ -62,7 +62,7 @@ studies:
     confidence: [0.0, 0.5]
     confidence_k: 2
     identity_dtypes: [bfloat16]
-    quantized_pairs: [int8, model-draft]
+    quantized_pairs: [model-draft]
     contexts: few
     variants: [bf16, w4-row-gptq]
     loop_variants: [w4-row-gptq]

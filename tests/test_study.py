@@ -280,7 +280,7 @@ def test_hardware_stops_bad_input_before_it_touches_anything(tmp_path):
         "too few": changed(("study", "prompts_per_category"), 10**6),
         "no file": changed(("prompts", "file"), "gone.jsonl"),
         "no context prompts": changed(("context_prompts",), "gone.jsonl"),
-        "too few for contexts": changed(("contexts", "full", "calibration_per_category"), 5),
+        "too few for contexts": changed(("contexts", "full", "calibration_per_category"), 4),
         "device": changed(("timing", "device"), "mps" if sys.platform != "darwin" else "cuda"),
     }.items():
         (tmp_path / "params.yaml").write_text(text, encoding="utf-8")
