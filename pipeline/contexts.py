@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from pipeline import cells, cli
 from pipeline.prompts import Prompt, encode_prompt, load_prompts, select_prompts
-from pipeline.study import Params, load_params, pair_spec
+from pipeline.study import Contexts, Params, load_params, pair_spec
 from pipeline.texts import Text, hashes, join
 from pipeline.weights import LoadedPair, load_pair
 from specdec.cache import context_length
@@ -37,7 +37,7 @@ def main() -> None:
 
 def write(params: Params, name: str, pair_name: str) -> dict[str, Any]:
     """All texts of a pair's target, as the record of the file."""
-    spec = params.contexts[name]
+    spec = contexts_spec(params, name)
     count, calibrating = spec.prompts_per_category, spec.calibration_per_category
     prompts = load_prompts(params.context_prompts)
     categories = list(dict.fromkeys(prompt.category for prompt in prompts))
@@ -75,6 +75,17 @@ def write(params: Params, name: str, pair_name: str) -> dict[str, Any]:
         "greedy_not_best": sum(int((text.new_tokens != text.best).sum()) for text in greedy),
     }
     return record | hashes(record)
+
+
+def contexts_spec(params: Params, name: str) -> Contexts:
+    """What params.yaml says of the contexts of that name.
+
+    Raises:
+        InputError: nothing.
+    """
+    if name not in params.contexts:
+        raise InputError(f"The contexts {name!r} are not in params.yaml; allowed: {', '.join(params.contexts)}.")
+    return params.contexts[name]
 
 
 def answers(loaded: LoadedPair, prompts: Sequence[Prompt], new: int, seed: int | None) -> list[tuple[Tensor, Tensor]]:

@@ -48,8 +48,8 @@ def main() -> None:
 
 def measure(params: Params, contexts_name: str, pair_name: str, variant_name: str) -> dict[str, Any]:
     """Make the variant, read all texts with it, and compare its laws with those of target and unquantised draft."""
-    contexts = read_contexts(cells.contexts(contexts_name, pair_name))
     variant, pair = parse(variant_name), pair_spec(params, pair_name)
+    contexts = read_contexts(cells.contexts(contexts_name, pair_name))
     models = load_unquantized(params, pair_name, torch.device("cpu"), torch.float32)
     start = time.perf_counter()
     rounded = variant.of(models.draft, contexts.calibration)

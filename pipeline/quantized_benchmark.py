@@ -41,8 +41,9 @@ def time_variant(params: Params, contexts_name: str, pair_name: str, variant_nam
     """A cell of `hf_benchmark` with the variant as the draft, at decoding.k."""
     pair, variant = pair_spec(params, pair_name), parse(variant_name)
     device, dtype = options.placement(pair.device or params.timing.device), resolve_dtype(params.timing.dtype)
+    contexts = read_contexts(cells.contexts(contexts_name, pair_name))
     models = load_unquantized(params, pair_name, device, dtype)
-    rounded = variant.of(models.draft, read_contexts(cells.contexts(contexts_name, pair_name)).calibration)
+    rounded = variant.of(models.draft, contexts.calibration)
     draft = bfloat16_copy(models.draft) if variant.recipe is None else kernel_copy(rounded)
     chosen = select_prompts(
         load_prompts(params.prompts.file), params.prompts.categories, params.study.prompts_per_category

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from pipeline import cells, cli
 from pipeline.acceptance import prompt_generator
+from pipeline.contexts import contexts_spec
 from pipeline.quantized_alpha import Heads, Sums, judge, label
 from pipeline.study import Params, load_params, pair_spec
 from pipeline.texts import Text, first_per_category, read_contexts
@@ -46,8 +47,8 @@ def main() -> None:
 
 def measure(params: Params, contexts_name: str, pair_name: str, variant_name: str) -> dict[str, Any]:
     """Decode and judge the first texts of each category, greedily and at T = 1."""
-    spec, contexts = params.contexts[contexts_name], read_contexts(cells.contexts(contexts_name, pair_name))
-    variant, pair = parse(variant_name), pair_spec(params, pair_name)
+    variant, pair, spec = parse(variant_name), pair_spec(params, pair_name), contexts_spec(params, contexts_name)
+    contexts = read_contexts(cells.contexts(contexts_name, pair_name))
     models = load_unquantized(params, pair_name, torch.device("cpu"), torch.float32)
     rounded = variant.of(models.draft, contexts.calibration)
     heads = Heads(rounded, models.draft, vocabulary_size(models.target))

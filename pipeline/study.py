@@ -103,12 +103,11 @@ OptionalDevice = Annotated[
 ]
 CoarseDtype = Annotated[Literal["bfloat16", "float16"], _one_of("bfloat16", "float16")]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"], _one_of("float32", "bfloat16", "float16")]
-_VARIANT = r"bf16|fp16|w[2-8]-(row|g[1-9][0-9]*)(-min|-sym)?-(rtn|gptq|awq)"
+VARIANT_NAMES = "bf16, fp16 or names such as w4-g64-gptq, w4-g32-min-rtn, w8-row-sym-rtn"
+VARIANT = r"bf16|fp16|w[2-8]-(row|g[1-9][0-9]*)(-min|-sym)?-(rtn|gptq|awq)"
 # Those that a kernel runs, so that they can be timed: bfloat16, `_weight_int8pack_mm` and `_weight_int4pack_mm_for_cpu`.
 KERNEL_VARIANT = r"bf16|w8-row-sym-rtn|w4-g(32|64|128|256)(-min|-sym)?-(rtn|gptq|awq)"
-Variant = Annotated[
-    str, _only("bf16, fp16 or names such as w4-g64-gptq, w4-g32-min-rtn, w8-row-sym-rtn", _matches(_VARIANT))
-]
+Variant = Annotated[str, _only(VARIANT_NAMES, _matches(VARIANT))]
 _is_sha256 = _matches(r"[0-9a-f]{64}")
 Sha256 = Annotated[str, _only("sha256 sums of 64 digits 0-9 and a-f", _is_sha256)]
 OptionalSha256 = Annotated[

@@ -5,6 +5,7 @@ What a name may be is written in pipeline/study.py; here it is taken apart and m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline import cells
-from pipeline.study import RESERVED_DRAFTS, Params, pair_spec
+from pipeline.study import RESERVED_DRAFTS, VARIANT, VARIANT_NAMES, Params, pair_spec
 from pipeline.weights import LoadedPair, load_pair
 from specdec.drafters import ModelDrafter
+from specdec.errors import InputError
 from specdec.grid import Grid
 from specdec.lowbit import Recipe, Rounded, cast_copy, lowbit_copy
 from specdec.memory import Placement
@@ -55,7 +57,13 @@ class Variant:
 
 
 def parse(name: str) -> Variant:
-    """The variant of that name, which study.py has let pass."""
+    """The variant of that name.
+
+    Raises:
+        InputError: there is none, or its group has no columns.
+    """
+    if not re.fullmatch(VARIANT, name):
+        raise InputError(f"The variant {name!r} is not known; allowed: {VARIANT_NAMES}.")
     if name in CASTS:
         return Variant(name, None)
     bits, group, *kind, method = name.split("-")

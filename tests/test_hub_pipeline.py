@@ -174,6 +174,13 @@ def test_the_chain_from_the_hub_to_the_tables(lab, measured, hub):
         assert [timed["target_revision"], timed["draft_revision"]] == revisions
         swept = cells.read_json(lab.root / cells.sweep_k("chain", pair, 2))
         assert 0 < swept["alpha"] <= 1 and swept["new_tokens"] == 12
+    judged = cells.read_json(lab.root / cells.quantized_alpha("few", "gpt2", "w4-g32-awq"))
+    assert (judged["target"], judged["draft"]) == ("gpt2", "distilgpt2")
+    # The draft is no copy of its target, so that α begins below 1, and both layers and head were rounded.
+    assert 0 < judged["alpha_unquantized_1"] < 1 and 0 < judged["tv_1"] < 1 and 0 < judged["body_tv_1"] < 1
+    assert judged["largest_excess_1"] < 1e-5
+    quick = cells.read_json(lab.root / cells.quantized_benchmark("chain", "gpt2", "w4-g32-awq"))
+    assert quick["identical"] == "identical" and quick["draft_revision"] == manifest(lab, "gpt2")["draft"]["revision"]
     with (lab.root / "plots" / "chain" / "hf_benchmark.csv").open(encoding="utf-8") as file:
         assert {row["pair"] for row in csv.DictReader(file)} == {"gpt2", "qwen"}
 

@@ -25,15 +25,19 @@ from pipeline.study import load_params
 
 PAIRS = ("int8", "lookup", "model-draft")
 HF_BENCHMARKS = {f"hf_benchmark@tiny-{pair}-2" for pair in PAIRS}
-TIMED = {"toy_benchmark"} | HF_BENCHMARKS
+CONTEXTS = {"contexts@few-model-draft"}
+ALPHAS = {f"quantized_alpha@few-model-draft-{variant}" for variant in ("bf16", "w4-row-gptq")}
+LOOPS = {"quantized_loop@few-model-draft-w4-row-gptq"}
+QUANTIZED_BENCHMARKS = {"quantized_benchmark@tiny-model-draft-w8-row-sym-rtn"}
+TIMED = {"toy_benchmark"} | HF_BENCHMARKS | QUANTIZED_BENCHMARKS
 SWEEPS_K = {f"sweep_k@tiny-{pair}-{k}" for pair in PAIRS for k in (1, 2)}
 SWEEPS_TEMPERATURE = {f"sweep_temperature@tiny-{pair}-1.0" for pair in PAIRS}
 BLOCK = {"sweep_block@tiny-int8-1.0"}
 CONFIDENCE = {"sweep_confidence@tiny-int8-0.0", "sweep_confidence@tiny-int8-0.5"}
 IDENTITY = {"greedy_identity@tiny-int8-bfloat16"}
 TOY_SWEEPS = {"toy_sweep_k@1", "toy_sweep_k@2", "toy_sweep_temperature@0.2"}
-PROMPTED = SWEEPS_K | SWEEPS_TEMPERATURE | HF_BENCHMARKS | BLOCK | CONFIDENCE | IDENTITY
-CELLS = PROMPTED | TOY_SWEEPS | {"toy_benchmark"}
+PROMPTED = SWEEPS_K | SWEEPS_TEMPERATURE | HF_BENCHMARKS | BLOCK | CONFIDENCE | IDENTITY | QUANTIZED_BENCHMARKS
+CELLS = PROMPTED | ALPHAS | LOOPS | TOY_SWEEPS | {"toy_benchmark"}
 DOWNLOADS = {f"download@{pair}" for pair in PAIRS}
 LAST = {"tables", "plot", "report"}
 FIRST_SWEEP = "sweep_k@tiny-int8-1"
@@ -59,7 +63,7 @@ def measured_once(measuring):
     assert process.wait(timeout=600) == 0, (copy.root.parent / "stderr").read_text(encoding="utf-8")[-2000:]
     assert (
         set(stages_run((copy.root.parent / "stdout").read_text(encoding="utf-8")))
-        == {"hardware"} | CELLS | DOWNLOADS | LAST
+        == {"hardware"} | CELLS | DOWNLOADS | CONTEXTS | LAST
     )
     copy.commit()
     return copy
@@ -97,7 +101,9 @@ def unmeasured(tmp_path_factory):
 
 
 def of_pair(pair):
-    return {name for name in PROMPTED | DOWNLOADS if f"@tiny-{pair}-" in name or name == f"download@{pair}"}
+    """All that the pair's draft is read for."""
+    names = (f"@tiny-{pair}-", f"@few-{pair}-", f"download@{pair}")
+    return {name for name in CELLS | DOWNLOADS if any(part in name for part in names)}
 
 
 TINY_K, TINY_SIZE = "    k: [1, 2]\n", "    prompts_per_category: 2\n    max_new_tokens: "
@@ -117,11 +123,19 @@ CHANGES = {
     "a model": ("path: models/draft", "path: models/target", DOWNLOADS),  # cells depend on what these find out
     "more tokens": (f"{TINY_SIZE}4", f"{TINY_SIZE}5", PROMPTED | {"tables"}),
     "categories": (", rag]", "]", PROMPTED),
-    "seed": ("seed: 0", "seed: 1", CELLS - IDENTITY),
-    "k while the temperature varies": ("0, k: 2", "0, k: 3", SWEEPS_TEMPERATURE | BLOCK | IDENTITY),
-    "temperature while k varies": ("temperature: 0.0", "temperature: 0.5", SWEEPS_K | HF_BENCHMARKS | CONFIDENCE),
+    "seed": ("seed: 0", "seed: 1", (CELLS - IDENTITY - ALPHAS) | CONTEXTS),
+    "k while the temperature varies": (
+        "0, k: 2",
+        "0, k: 3",
+        SWEEPS_TEMPERATURE | BLOCK | IDENTITY | LOOPS | QUANTIZED_BENCHMARKS,
+    ),
+    "temperature while k varies": (
+        "temperature: 0.0",
+        "temperature: 0.5",
+        SWEEPS_K | HF_BENCHMARKS | CONFIDENCE | QUANTIZED_BENCHMARKS,
+    ),
     "top_p": ("top_p: null", "top_p: 0.9", PROMPTED - IDENTITY),
-    "verifier": ("verifier: token", "verifier: block", CELLS - BLOCK - IDENTITY),
+    "verifier": ("verifier: token", "verifier: block", CELLS - BLOCK - IDENTITY - ALPHAS - LOOPS),
     "a confidence threshold": (
         "    confidence: [0.0, 0.5]\n",
         "    confidence: [0.0, 0.7]\n",
@@ -132,6 +146,12 @@ CHANGES = {
         "    confidence: [0.0, 0.5]\n    confidence_k: 3\n",
         CONFIDENCE | {"tables"},
     ),
+    "a variant": (
+        "    variants: [bf16, w4-row-gptq]\n",
+        "    variants: [bf16, w4-row-gptq, w3-g16-awq]\n",
+        {"quantized_alpha@few-model-draft-w3-g16-awq", "tables"},
+    ),
+    "longer contexts": ("    max_new_tokens: 6\n", "    max_new_tokens: 7\n", CONTEXTS | LOOPS),
     "timed runs": ("timing: {runs: 2", "timing: {runs: 3", TIMED),
     "toy runs": ("  runs: 2\n", "  runs: 3\n", {"toy_benchmark", "tables"}),
     "toy tokens": ("  max_new_tokens: 8\n", "  max_new_tokens: 9\n", TOY_SWEEPS | {"toy_benchmark", "tables"}),
@@ -151,6 +171,12 @@ def test_a17_a_changed_prompt(stood_in_once):
     with stood_in_once.undone("pipeline/prompts.jsonl"):
         stood_in_once.append("pipeline/prompts.jsonl", "\n")
         assert set(stood_in_once.changes()) == PROMPTED
+
+
+def test_a17_a_changed_prompt_of_the_contexts(stood_in_once):
+    with stood_in_once.undone("pipeline/context_prompts.jsonl"):
+        stood_in_once.append("pipeline/context_prompts.jsonl", "\n")
+        assert set(stood_in_once.changes()) == CONTEXTS
 
 
 def test_a17_files_that_no_result_depends_on(stood_in_once):
@@ -188,10 +214,10 @@ def test_a17_a_new_module(stood_in_once):
         stood_in_once.append(new, "CONSTANT = 1\n")
         assert stood_in_once.changes() == {}
         stood_in_once.append("pipeline/cells.py", "import specdec.new\n")
-        assert set(stood_in_once.changes()) == CELLS | DOWNLOADS | LAST
+        assert set(stood_in_once.changes()) == CELLS | DOWNLOADS | CONTEXTS | LAST
         dvc_yaml.write_text(synchronised(dvc_yaml.read_text(encoding="utf-8"), stood_in_once.root), encoding="utf-8")
         changes = stood_in_once.changes()
-    assert set(changes) == CELLS | DOWNLOADS | LAST
+    assert set(changes) == CELLS | DOWNLOADS | CONTEXTS | LAST
     for name, change in changes.items():
         assert {new, "pipeline/cells.py"} <= {file for kind in change for file in kind["changed deps"]}, name
 
@@ -241,6 +267,10 @@ def test_another_study_and_back(stood_in):
         "sweep_block@other-lookup-1.0",
         "sweep_confidence@other-lookup-0.0",
         "greedy_identity@other-lookup-bfloat16",
+        "contexts@few-lookup",
+        "quantized_alpha@few-lookup-w3-row-awq",
+        "quantized_loop@few-lookup-w3-row-awq",
+        "quantized_benchmark@other-lookup-bf16",
     }
     assert set(stood_in.repro()) == {"hardware"} | other | LAST
     stood_in.replace("params.yaml", "study: *other", "study: *tiny")
@@ -311,6 +341,33 @@ WRONG = {
     "chat target": ([*CHAT, "nosuch"], 1, "The model 'nosuch' is not known; allowed: target, draft"),
     "chat k -1": ([*CHAT, "models/target", "--k", "-1"], 2, "--k is -1; allowed"),
     "chat temperature -1": ([*CHAT, "models/target", "--temperature", "-1"], 1, "temperature is -1.0; allowed"),
+    "contexts": (
+        ["pipeline/contexts.py", "--contexts", "many", "--pair", "int8", *OUT],
+        1,
+        "The contexts 'many' are not in params.yaml; allowed: few.",
+    ),
+    "contexts pair": (
+        ["pipeline/contexts.py", "--contexts", "few", "--pair", "nosuch", *OUT],
+        1,
+        "The pair 'nosuch' is not in params.yaml",
+    ),
+    **{
+        f"{name} {fault}": (
+            [f"pipeline/{name}.py", "--contexts", contexts, "--pair", "int8", "--variant", variant, *OUT],
+            1,
+            message,
+        )
+        for name in ("quantized_alpha", "quantized_loop", "quantized_benchmark")
+        for fault, contexts, variant, message in (
+            ("variant", "few", "int4", "The variant 'int4' is not known; allowed: bf16, fp16 or names such as"),
+            (
+                "contexts",
+                "few",
+                "w4-row-rtn",
+                "metrics/contexts/few/int8.json cannot be read (No such file or directory)",
+            ),
+        )
+    },
     "tables": (
         ["pipeline/tables.py"],
         1,
@@ -530,6 +587,7 @@ def family(records, stage):
 def test_a19_every_result_is_there(measured_once, params):
     results = measured_once.results()
     cells_and_manifests = [*study_cells(params).values(), *(cells.manifest(pair) for pair in PAIRS), cells.HARDWARE]
+    cells_and_manifests.append(cells.contexts("few", "model-draft"))
     assert {path for path in results if path.startswith("metrics/")} == {str(path) for path in cells_and_manifests}
     for path in cells_and_manifests:
         strictly_read(measured_once.root / path)
@@ -564,7 +622,14 @@ def test_a13_f13_what_was_asked_for_is_what_was_measured(records, params):
         if stage == "greedy_identity":
             assert (record["k"], record["dtype"], record["faults"]) == (params.decoding.k, "bfloat16", 0)
             continue
-        toy, value = stage.startswith("toy"), axes.split("-")[-1]
+        if stage == "quantized_alpha":
+            assert record["variant"] in axes and record["temperatures"] == [0.0, 0.7, 1.0]
+            assert record["prompts"] == 12 and record["calibration_tokens"] <= 6 * 24
+            continue
+        if stage == "quantized_loop":
+            assert (record["k"], record["max_new_tokens"], record["prompts"]) == (params.decoding.k, 4, 12)
+            continue
+        toy, value = stage.startswith("toy"), axes.split("-")[-1] if stage != "quantized_benchmark" else ""
         k = params.toy.k_for_temperature if toy else params.decoding.k
         temperature = 0.0
         threshold = 0.0
@@ -639,7 +704,7 @@ def test_a17_a_changed_module_is_seen_by_the_stages_that_import_it(measured_once
     for module, source in before.items():
         module.write_bytes(source)
     stages = YAML(typ="safe").load(measured_once.root / "dvc.yaml")["stages"]
-    assert set(changes) == CELLS | DOWNLOADS | LAST
+    assert set(changes) == CELLS | DOWNLOADS | CONTEXTS | LAST
     for name, change in changes.items():
         seen = {file for kind in change for file in kind["changed deps"]}
         assert seen == closure(script_of(stages[name.split("@")[0]]["cmd"]), measured_once.root), name
