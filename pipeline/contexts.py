@@ -15,8 +15,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pipeline import cells, cli
+from pipeline.context_sizes import contexts_spec
 from pipeline.prompts import Prompt, encode_prompt, load_prompts, select_prompts
-from pipeline.study import Contexts, Params, load_params, pair_spec
+from pipeline.study import Params, load_params, pair_spec
 from pipeline.texts import Text, hashes, join
 from pipeline.weights import LoadedPair, load_pair
 from specdec.cache import context_length
@@ -75,17 +76,6 @@ def write(params: Params, name: str, pair_name: str) -> dict[str, Any]:
         "greedy_not_best": sum(int((text.new_tokens != text.best).sum()) for text in greedy),
     }
     return record | hashes(record)
-
-
-def contexts_spec(params: Params, name: str) -> Contexts:
-    """What params.yaml says of the contexts of that name.
-
-    Raises:
-        InputError: nothing.
-    """
-    if name not in params.contexts:
-        raise InputError(f"The contexts {name!r} are not in params.yaml; allowed: {', '.join(params.contexts)}.")
-    return params.contexts[name]
 
 
 def answers(loaded: LoadedPair, prompts: Sequence[Prompt], new: int, seed: int | None) -> list[tuple[Tensor, Tensor]]:

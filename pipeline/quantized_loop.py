@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from pipeline import cells, cli
 from pipeline.acceptance import prompt_generator
-from pipeline.contexts import contexts_spec
+from pipeline.context_sizes import contexts_spec
 from pipeline.quantized_alpha import Heads, Sums, judge, label
 from pipeline.study import Params, load_params, pair_spec
 from pipeline.texts import Text, first_per_category, read_contexts
