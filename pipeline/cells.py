@@ -79,6 +79,11 @@ def quantized_benchmark(study: str, pair: str, variant: str) -> Path:
     return METRICS / "quantized_benchmark" / study / pair / f"{variant}.json"
 
 
+def label(temperature: float) -> str:
+    """A temperature at the end of a key of a cell that holds several: 0, 0_7, 1."""
+    return f"{temperature:g}".replace(".", "_")
+
+
 def cpu() -> str | None:
     """The processor that a new cell is measured on, by `hardware`; None if that stage never ran."""
     return read_json(HARDWARE)["fingerprint"]["cpu"] if HARDWARE.exists() else None

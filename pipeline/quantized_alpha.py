@@ -21,6 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from pipeline import cells, cli
+from pipeline.cells import label
 from pipeline.study import Params, load_params, pair_spec
 from pipeline.texts import Text, read_contexts
 from pipeline.variants import Unquantized, load_unquantized, parse
@@ -199,11 +200,6 @@ def _sums(
 def likelihood(logits: Tensor, text: Text) -> float:
     """Log-likelihood of the text's new tokens, natural logarithm."""
     return float(logits.log_softmax(dim=-1).gather(1, text.new_tokens[:, None]).double().sum())
-
-
-def label(temperature: float) -> str:
-    """A temperature as part of a key."""
-    return f"{temperature:g}".replace(".", "_")
 
 
 def cost_record(cost: Cost, head: str) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from tqdm import tqdm
 
 from pipeline import cells, cli
 from pipeline.acceptance import prompt_generator
+from pipeline.cells import label
 from pipeline.context_sizes import contexts_spec
-from pipeline.quantized_alpha import Heads, Sums, judge, label
+from pipeline.quantized_alpha import Heads, Sums, judge
 from pipeline.study import Params, load_params, pair_spec
 from pipeline.texts import Text, first_per_category, read_contexts
 from pipeline.variants import load_unquantized, parse

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.cells import label
 from specdec.stats import MIN_UNITS_FOR_INTERVAL
 from specdec.theory import break_even_alpha, equal_speed_alpha
 
@@ -59,11 +60,6 @@ METHOD, HEAD, TEMPERATURE = "method", "head", "temperature"  # the questions
 # What a timed cell of a variant holds beside the keys of any other, and what is computed from the pair's rows together.
 TIMED = ("variant", "bits", "group_size", "grid", "method", "bits_per_weight", "draft_bytes")
 ALPHA_NEEDED = ("equal_speed_alpha", "break_even_alpha")
-
-
-def label(temperature: float) -> str:
-    """How the cells' keys end: 0, 0_7, 1."""
-    return f"{temperature:g}".replace(".", "_")
 
 
 def alpha_rows(record: Record) -> list[Record]:

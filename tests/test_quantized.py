@@ -9,8 +9,9 @@ import torch
 from stand_ins import nearby, tiny_gpt2, tiny_llama
 
 from pipeline import cells, contexts, quantized_alpha, quantized_benchmark, quantized_loop, variants
+from pipeline.cells import label
 from pipeline.prompts import Prompt
-from pipeline.quantized_alpha import Heads, greedy_sums, judge, label, sampled_sums
+from pipeline.quantized_alpha import Heads, greedy_sums, judge, sampled_sums
 from pipeline.texts import Text, first_per_category, hashes, read_contexts
 from pipeline.variants import Unquantized, parse
 from specdec.errors import InputError

@@ -15,7 +15,8 @@ from matplotlib.axes import Axes
 from report_text import section, table
 
 from pipeline import cells, plot, quantized_figures, quantized_report, report, tables
-from pipeline.quantized_tables import label, paired_difference
+from pipeline.cells import label
+from pipeline.quantized_tables import paired_difference
 from pipeline.results import read_table
 from pipeline.study import Params
 from specdec.errors import InputError
