@@ -708,7 +708,7 @@ def project(tmp_path, monkeypatch):
         content["models"] = {name: spec.model_dump() for name, spec in models.items()}
         content["pairs"] = {pair: {"target": next(iter(models)), "draft": draft}}
         for study in content["studies"].values():
-            study["pairs"] = study["detail_pairs"] = [pair]
+            study["pairs"] = study["detail_pairs"] = study["quantized_pairs"] = [pair]
         yaml.dump(content, tmp_path / "params.yaml")
         monkeypatch.setattr(sys, "argv", ["download.py", "--pair", pair, "--out", f"out/{pair}.json"])
         download.main()
