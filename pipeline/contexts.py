@@ -18,7 +18,7 @@ from pipeline import cells, cli
 from pipeline.context_sizes import contexts_spec
 from pipeline.prompts import Prompt, encode_prompt, load_prompts, select_prompts
 from pipeline.study import Params, load_params, pair_spec
-from pipeline.texts import Text, hashes, join
+from pipeline.texts import Text, hashes, join, log_likelihood
 from pipeline.weights import LoadedPair, load_pair
 from specdec.cache import context_length
 from specdec.errors import InputError
@@ -130,8 +130,8 @@ def judged_texts(loaded: LoadedPair, prompts: Sequence[Prompt], texts: Sequence[
     found = []
     for prompt, (ids, new) in tqdm(list(zip(prompts, texts, strict=True)), desc="judging", unit="text"):
         logits = loaded.target(torch.cat([ids, new[:-1]])[None], logits_to_keep=len(new)).logits[0]
-        log_likelihood = float(logits.log_softmax(dim=-1).gather(1, new[:, None]).double().sum())
-        found.append(Text(prompt.question_id, prompt.category, ids, new, logits.argmax(dim=-1), log_likelihood))
+        best = logits.argmax(dim=-1)
+        found.append(Text(prompt.question_id, prompt.category, ids, new, best, log_likelihood(logits, new)))
     return found
 
 

@@ -7,24 +7,22 @@ rounded like the rest, and (keys `body_...`) with the head left as it is.
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from pipeline import cells, cli
 from pipeline.cells import label
 from pipeline.study import Params, load_params, pair_spec
-from pipeline.texts import Text, read_contexts
-from pipeline.variants import Unquantized, load_unquantized, parse
+from pipeline.texts import Text, log_likelihood, read_contexts
+from pipeline.variants import Unquantized, cell_parser, load_unquantized, parse
 from specdec.errors import InputError
 from specdec.lowbit import Cost, Rounded
 from specdec.models import vocabulary_size
@@ -33,16 +31,12 @@ from specdec.stats import bootstrap_interval, ratio_of_sums
 from specdec.verify import overlap
 
 HEADS = ("", "body_")  # the LM head rounded, or as it is
+POSITIONS = 64  # judged at once: laws of more are new memory each time, which costs more than the arithmetic
 Sums = dict[str, float]  # of one text, by key
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--contexts", required=True, help="contexts of params.yaml, written by stage `contexts`")
-    parser.add_argument("--pair", required=True, help="a pair of params.yaml")
-    parser.add_argument("--variant", required=True, help="such as w4-g64-gptq, see params.yaml")
-    parser.add_argument("--out", type=Path, required=True, help="the cell's JSON file")
-    args = parser.parse_args()
+    args = cell_parser(__doc__).parse_args()
     params = load_params()
     cells.write_json(args.out, measure(params, args.contexts, args.pair, args.variant))
 
@@ -55,12 +49,12 @@ def measure(params: Params, contexts_name: str, pair_name: str, variant_name: st
     start = time.perf_counter()
     rounded = variant.of(models.draft, contexts.calibration)
     seconds = time.perf_counter() - start
-    heads = Heads(rounded, models.draft, vocabulary_size(models.target))
-    heads.check(contexts.greedy[0].tokens[:8])
+    bodies = Bodies.of(models, rounded)
+    bodies.check(contexts.greedy[0].prompt[:8])
     texts = [("greedy", text) for text in contexts.greedy] + [("sampled", text) for text in contexts.sampled]
     results: dict[str, list[Sums]] = {"greedy": [], "sampled": []}
     for kind, text in tqdm(texts, desc=f"{pair_name} {variant_name}", unit="text"):
-        results[kind].append(judge(kind, text, models, heads, contexts.temperatures))
+        results[kind].append(judge(kind, text, bodies, contexts.temperatures))
     return {
         "contexts": contexts_name,
         "pair": pair_name,
@@ -78,18 +72,17 @@ def measure(params: Params, contexts_name: str, pair_name: str, variant_name: st
     }
 
 
-class Heads:
-    """The logits of a variant with its own LM head and with the draft's, by one pass through its body.
+class Body:
+    """A model up to the states that its LM head makes logits of, and the heads that may stand on it.
 
     Args:
-        draft: the draft as it was.
+        heads: None for its own alone.
         vocabulary: how many ids the target knows; one of tokenizer's models may be padded to more or fewer.
     """
 
-    def __init__(self, rounded: Rounded, draft: PreTrainedModel, vocabulary: int) -> None:
-        self._model: Any = rounded.model
-        self._heads: tuple[Any, Any] = (rounded.model.get_output_embeddings(), draft.get_output_embeddings())
-        self.draft = draft
+    def __init__(self, model: Any, vocabulary: int, heads: Sequence[Any] | None = None) -> None:
+        self._model = model
+        self._heads = heads or (model.get_output_embeddings(),)
         self._vocabulary = vocabulary
 
     @torch.inference_mode()
@@ -98,22 +91,24 @@ class Heads:
         Raises:
             InputError: the model's logits are more than its head's output, so that no other head can take its place.
         """
-        own, _ = self(tokens, 1)
-        if not torch.allclose(own, self.of(self._model, tokens, 1), atol=1e-3):
+        own = self.logits(self._states(tokens, 1))[0]
+        if not torch.allclose(own, self._fit(self._model(tokens[None], use_cache=False).logits[0, -1:]), atol=1e-3):
             kind = type(self._model).__name__
             raise InputError(
                 f"{kind} does more to its logits than its LM head; allowed: models of the Llama or GPT-2 kind."
             )
 
-    def __call__(self, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Logits behind the last `count` of the tokens, shape (T,): two of shape (count, V)."""
-        hidden = self._model.base_model(tokens[None], use_cache=False).last_hidden_state[0, -count:]
-        first, second = (self._fit(head(hidden)) for head in self._heads)
-        return first, second
+    def states(self, text: Text) -> Tensor:
+        """Those that foretell each new token of the text, shape (n, width)."""
+        return self._states(text.tokens[:-1], len(text.new_tokens))
 
-    def of(self, model: Any, tokens: Tensor, count: int) -> Tensor:
-        """The same of another model, shape (count, V)."""
-        return self._fit(model(tokens[None], use_cache=False, logits_to_keep=count).logits[0])
+    def logits(self, states: Tensor) -> list[Tensor]:
+        """For each head, shape (n, V)."""
+        return [self._fit(head(states)) for head in self._heads]
+
+    def _states(self, tokens: Tensor, count: int) -> Tensor:
+        states: Tensor = self._model.base_model(tokens[None], use_cache=False).last_hidden_state[0, -count:]
+        return states
 
     def _fit(self, logits: Tensor) -> Tensor:
         """An id that the draft does not have has probability 0, as in the decoding loop."""
@@ -121,28 +116,60 @@ class Heads:
         return functional.pad(logits, (0, missing), value=-math.inf) if missing > 0 else logits[:, : self._vocabulary]
 
 
+@dataclass(frozen=True)
+class Bodies:
+    """
+    Args:
+        draft: None where the draft is the target itself.
+        variant: with two heads, in the order of HEADS.
+    """
+
+    target: Body
+    draft: Body | None
+    variant: Body
+
+    @staticmethod
+    def of(models: Unquantized, rounded: Rounded) -> Bodies:
+        vocabulary = vocabulary_size(models.target)
+        heads = [model.get_output_embeddings() for model in (rounded.model, models.draft)]
+        draft = None if models.draft is models.target else Body(models.draft, vocabulary)
+        return Bodies(Body(models.target, vocabulary), draft, Body(rounded.model, vocabulary, heads))
+
+    def check(self, tokens: Tensor) -> None:
+        for body in (self.target, self.draft, self.variant):
+            if body is not None:
+                body.check(tokens)
+
+
 @torch.inference_mode()
-def judge(kind: str, text: Text, models: Unquantized, heads: Heads, temperatures: Sequence[float]) -> Sums:
+def judge(kind: str, text: Text, bodies: Bodies, temperatures: Sequence[float]) -> Sums:
     """One text: sums over its new tokens. Greedy texts are judged at T = 0, sampled ones at every T above."""
-    tokens, count = text.tokens[:-1], len(text.new_tokens)
-    itself = models.draft is models.target
-    variants = dict(zip(HEADS, heads(tokens, count), strict=True))
-    sums: Sums = {f"{head}log_likelihood": likelihood(logits, text) for head, logits in variants.items()}
-    if kind == "greedy":
-        base = None if itself else heads.of(models.draft, tokens, count)
-        sums["base_log_likelihood"] = text.log_likelihood if base is None else likelihood(base, text)
-        base_best = text.best if base is None else base.argmax(dim=-1)
-        return sums | greedy_sums({h: v.argmax(dim=-1) for h, v in variants.items()}, base_best, text.best)
-    target = heads.of(models.target, tokens, count)
-    base = target if itself else heads.of(models.draft, tokens, count)
-    sums["base_log_likelihood"] = likelihood(base, text)
-    for temperature in temperatures:
-        sampling = SamplingConfig(temperature)
-        p = to_probs(target, sampling)
-        q = p if itself else to_probs(base, sampling)
-        laws = {head: to_probs(logits, sampling) for head, logits in variants.items()}
-        sums |= sampled_sums(laws, q, p, label(temperature))
-    return sums
+    variant = bodies.variant.states(text)
+    draft = None if bodies.draft is None else bodies.draft.states(text)
+    target = None if kind == "greedy" else bodies.target.states(text)  # of greedy texts its argmax is known
+    parts = []
+    for start in range(0, len(text.new_tokens), POSITIONS):
+        some = slice(start, start + POSITIONS)
+        variants = dict(zip(HEADS, bodies.variant.logits(variant[some]), strict=True))
+        base = None if bodies.draft is None or draft is None else bodies.draft.logits(draft[some])[0]
+        new, best = text.new_tokens[some], text.best[some]
+        sums: Sums = {f"{head}log_likelihood": log_likelihood(logits, new) for head, logits in variants.items()}
+        if base is not None:
+            sums["base_log_likelihood"] = log_likelihood(base, new)
+        if target is None:
+            base_best = best if base is None else base.argmax(dim=-1)
+            sums |= greedy_sums({head: logits.argmax(dim=-1) for head, logits in variants.items()}, base_best, best)
+        else:
+            wanted = bodies.target.logits(target[some])[0]
+            for temperature in temperatures:
+                sampling = SamplingConfig(temperature)
+                p = to_probs(wanted, sampling)
+                q = p if base is None else to_probs(base, sampling)
+                laws = {head: to_probs(logits, sampling) for head, logits in variants.items()}
+                sums |= sampled_sums(laws, q, p, label(temperature))
+        parts.append(sums)
+    itself = {} if bodies.draft else {"base_log_likelihood": text.log_likelihood}
+    return {key: (max if "excess_" in key else sum)(part[key] for part in parts) for key in parts[0]} | itself
 
 
 def greedy_sums(variants: Mapping[str, Tensor], base: Tensor, best: Tensor) -> Sums:
@@ -195,11 +222,6 @@ def _sums(
             f"{head}excess_{name}": float((change.abs() - distances[head]).max()),
         }
     return sums
-
-
-def likelihood(logits: Tensor, text: Text) -> float:
-    """Log-likelihood of the text's new tokens, natural logarithm."""
-    return float(logits.log_softmax(dim=-1).gather(1, text.new_tokens[:, None]).double().sum())
 
 
 def cost_record(cost: Cost, head: str) -> dict[str, Any]:

@@ -5,8 +5,6 @@ Only such variants have a speed: widened weights are as slow as the draft was.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from pipeline.prompts import encode_prompt, load_prompts, select_prompts
 from pipeline.study import Params, load_params, pair_spec
 from pipeline.texts import read_contexts
 from pipeline.timed import Setting, TextPrompt
-from pipeline.variants import load_unquantized, parse
+from pipeline.variants import cell_parser, load_unquantized, parse
 from specdec.drafters import ModelDrafter
 from specdec.kernels import kernel_copy, stored_bytes
 from specdec.models import count_parameters, resolve_dtype, vocabulary_size
@@ -26,12 +24,7 @@ from specdec.sampling import SamplingConfig
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--contexts", required=True, help="contexts of params.yaml, whose calibration data are used")
-    parser.add_argument("--pair", required=True, help="a pair of params.yaml")
-    parser.add_argument("--variant", required=True, help="such as w4-g64-rtn: one that a kernel runs, see params.yaml")
-    parser.add_argument("--out", type=Path, required=True, help="the cell's JSON file")
-    args = parser.parse_args()
+    args = cell_parser(__doc__).parse_args()
     params = load_params()
     torch.set_num_threads(cells.read_json(cells.HARDWARE)["fingerprint"]["threads"])
     cells.write_json(args.out, time_variant(params, args.contexts, args.pair, args.variant))

@@ -6,10 +6,8 @@ beside that behind the beginnings of the same contexts. Greedily both see the sa
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +17,10 @@ from pipeline import cells, cli
 from pipeline.acceptance import prompt_generator
 from pipeline.cells import label
 from pipeline.context_sizes import contexts_spec
-from pipeline.quantized_alpha import Heads, Sums, judge
+from pipeline.quantized_alpha import Bodies, Sums, judge
 from pipeline.study import Params, load_params, pair_spec
 from pipeline.texts import Text, first_per_category, read_contexts
-from pipeline.variants import load_unquantized, parse
+from pipeline.variants import cell_parser, load_unquantized, parse
 from specdec.drafters import ModelDrafter
 from specdec.generate import speculative_generate
 from specdec.models import vocabulary_size
@@ -36,12 +34,7 @@ Counts = tuple[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--contexts", required=True, help="contexts of params.yaml, written by stage `contexts`")
-    parser.add_argument("--pair", required=True, help="a pair of params.yaml")
-    parser.add_argument("--variant", required=True, help="such as w4-g64-gptq, see params.yaml")
-    parser.add_argument("--out", type=Path, required=True, help="the cell's JSON file")
-    args = parser.parse_args()
+    args = cell_parser(__doc__).parse_args()
     params = load_params()
     cells.write_json(args.out, measure(params, args.contexts, args.pair, args.variant))
 
@@ -52,7 +45,7 @@ def measure(params: Params, contexts_name: str, pair_name: str, variant_name: st
     contexts = read_contexts(cells.contexts(contexts_name, pair_name))
     models = load_unquantized(params, pair_name, torch.device("cpu"), torch.float32)
     rounded = variant.of(models.draft, contexts.calibration)
-    heads = Heads(rounded, models.draft, vocabulary_size(models.target))
+    bodies = Bodies.of(models, rounded)
     record: dict[str, Any] = {
         "contexts": contexts_name,
         "pair": pair_name,
@@ -83,7 +76,7 @@ def measure(params: Params, contexts_name: str, pair_name: str, variant_name: st
                     generator=prompt_generator(params.decoding.seed, text.question_id),
                 ).stats
             )
-            judged.append(judge(kind, beginning(text, spec.loop_tokens), models, heads, [1.0]))
+            judged.append(judge(kind, beginning(text, spec.loop_tokens), bodies, [1.0]))
         record |= {"prompts": len(texts), **comparison_record(looped, judged, label(temperature))}
     return record
 

@@ -101,6 +101,11 @@ def hashes(record: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def log_likelihood(logits: Tensor, tokens: Tensor) -> float:
+    """Of tokens, shape (n,), by the logits of each, shape (n, V); natural logarithm."""
+    return float(logits.log_softmax(dim=-1).gather(1, tokens[:, None]).double().sum())
+
+
 def join(ids: Tensor) -> str:
     return " ".join(map(str, ids.tolist()))
 

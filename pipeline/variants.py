@@ -5,9 +5,11 @@ What a name may be is written in pipeline/study.py; here it is taken apart and m
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,6 +75,16 @@ def parse(name: str) -> Variant:
         kind[0] if kind else "zero",  # type: ignore[arg-type]
     )
     return Variant(name, Recipe(grid, method))  # type: ignore[arg-type]
+
+
+def cell_parser(description: str | None) -> argparse.ArgumentParser:
+    """Options of a stage whose cells are variants."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--contexts", required=True, help="contexts of params.yaml, written by stage `contexts`")
+    parser.add_argument("--pair", required=True, help="a pair of params.yaml")
+    parser.add_argument("--variant", required=True, help="such as w4-g64-gptq, see params.yaml")
+    parser.add_argument("--out", type=Path, required=True, help="the cell's JSON file")
+    return parser
 
 
 @dataclass(frozen=True)

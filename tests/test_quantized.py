@@ -11,7 +11,7 @@ from stand_ins import nearby, tiny_gpt2, tiny_llama
 from pipeline import cells, contexts, quantized_alpha, quantized_benchmark, quantized_loop, variants
 from pipeline.cells import label
 from pipeline.prompts import Prompt
-from pipeline.quantized_alpha import Heads, greedy_sums, judge, sampled_sums
+from pipeline.quantized_alpha import Bodies, Body, greedy_sums, judge, sampled_sums
 from pipeline.texts import Text, first_per_category, hashes, read_contexts
 from pipeline.variants import Unquantized, parse
 from specdec.errors import InputError
@@ -226,13 +226,14 @@ def unquantized(target, draft):
 
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2], ids=["llama", "gpt2"])
-def test_judging_a_text(build):
-    """By one pass over the text for each model, against laws computed position by position."""
+def test_judging_a_text(build, monkeypatch):
+    """By one pass over the text for each model, a few positions at once, against laws computed position by position."""
+    monkeypatch.setattr(quantized_alpha, "POSITIONS", 4)
     model = build()
     draft = nearby(model, 0.05)
     rounded = lowbit_copy(draft, Recipe(Grid(4)))
-    heads = Heads(rounded, draft, V)
-    heads.check(torch.tensor([3, 4, 5]))
+    bodies = Bodies.of(unquantized(model, draft), rounded)
+    bodies.check(torch.tensor([3, 4, 5]))
     body = lowbit_copy(draft, Recipe(Grid(4), head=False)).model
     case = text(3)
 
@@ -244,36 +245,41 @@ def test_judging_a_text(build):
             rows.append((logits / temperature).softmax(dim=-1))
         return torch.stack(rows)
 
-    sums = judge("sampled", case, unquantized(model, draft), heads, [0.7, 1.0])
+    sums = judge("sampled", case, bodies, [0.7, 1.0])
     for temperature in (0.7, 1.0):
         p, q = law(model, temperature), law(draft, temperature)
         for head, other in (("", rounded.model), ("body_", body)):
             want = float(torch.minimum(p, law(other, temperature)).sum())
             assert sums[f"{head}overlap_{label(temperature)}"] == pytest.approx(want, abs=1e-4)
+            betas, before = torch.minimum(p, law(other, temperature)).sum(dim=-1), torch.minimum(p, q).sum(dim=-1)
+            excess = float(((betas - before).abs() - (q - law(other, temperature)).abs().sum(dim=-1) / 2).max())
+            assert sums[f"{head}excess_{label(temperature)}"] == pytest.approx(excess, abs=1e-4)
         assert sums[f"base_overlap_{label(temperature)}"] == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-4)
     want = float(law(rounded.model, 1.0).log()[range(9), case.new_tokens].sum())
     assert sums["log_likelihood"] == pytest.approx(want, rel=1e-4)
 
-    sums = judge("greedy", case, unquantized(model, draft), heads, [1.0])
+    sums = judge("greedy", case, bodies, [1.0])
     assert sums["overlap_0"] == float((law(rounded.model, 1.0).argmax(-1) == case.best).sum())
     assert sums["base_overlap_0"] == float((law(draft, 1.0).argmax(-1) == case.best).sum())
-    itself = judge("greedy", case, unquantized(model, model), Heads(cast_copy(model, torch.float16), model, V), [1.0])
+    alone = Bodies.of(unquantized(model, model), cast_copy(model, torch.float16))
+    assert alone.draft is None
+    itself = judge("greedy", case, alone, [1.0])
     assert itself["base_overlap_0"] == 9 and itself["base_log_likelihood"] == -3.5
 
 
 def test_a_padded_draft_gives_what_only_it_knows_no_probability(target):
     wider, narrower = tiny_llama(vocab_size=V + 8), tiny_llama(vocab_size=V - 8)
     for draft in (wider, narrower):
-        own, body = Heads(cast_copy(draft, torch.float16), draft, V)(torch.tensor([3, 4, 5]), 2)
+        variant = Bodies.of(unquantized(target, draft), cast_copy(draft, torch.float16)).variant
+        own, body = variant.logits(torch.ones(2, draft.config.hidden_size))
         assert own.shape == body.shape == (2, V)
     assert bool(own[:, V - 8 :].isneginf().all()) and bool(own[:, : V - 8].isfinite().all())
 
 
-def test_a_model_that_does_more_to_its_logits_than_its_head_is_refused(target):
-    heads = Heads(cast_copy(target, torch.float16), target, V)
-    heads._model.forward = lambda *a, **o: type("Out", (), {"logits": torch.zeros(1, 1, V)})
+def test_a_model_that_does_more_to_its_logits_than_its_head_is_refused(target, monkeypatch):
+    monkeypatch.setattr(target, "forward", lambda *a, **o: type("Out", (), {"logits": torch.zeros(1, 3, V)}))
     with pytest.raises(InputError, match=r"LlamaForCausalLM does more to its logits than its LM head; allowed: models"):
-        heads.check(torch.tensor([3, 4, 5]))
+        Body(target, V).check(torch.tensor([3, 4, 5]))
 
 
 def test_the_record_pools_texts_and_pairs_changes():
