@@ -97,7 +97,7 @@ def _alpha_columns() -> list[Column]:
         BITS,
         ("α", interval("alpha", 3)),
         ("change, points", points("alpha_change")),
-        ("argmax agreement", number("argmax_agreement", 3)),
+        ("argmax agreement", interval("argmax_agreement", 3)),
         ("TV", interval("tv", 4)),
         ("perplexity", number("perplexity", 3)),
     ]
@@ -108,7 +108,7 @@ def points(key: str) -> Callable[[Row], str]:
 
     def text(row: Row) -> str:
         scaled = {f"x{end}": 100 * row[f"{key}{end}"] for end in ("", "_lo", "_hi") if is_known(row[f"{key}{end}"])}
-        value, low, high = (f"{scaled[name]:+.2f}" if name in scaled else UNKNOWN for name in ("x", "x_lo", "x_hi"))
+        value, low, high = (f"{scaled[name]:+z.2f}" if name in scaled else UNKNOWN for name in ("x", "x_lo", "x_hi"))
         return f"{value} [{low}, {high}]" if low != UNKNOWN else f"{value} [{UNKNOWN}]"
 
     return text
@@ -235,10 +235,12 @@ def by_method(contrasts: pd.DataFrame) -> str:
 
 def bound(table: pd.DataFrame) -> str:
     """Whether α moved by more than the draft's own law did."""
-    rows = [row for row in rows_of(table) if is_known(row["largest_excess"])]
+    known = [row for row in rows_of(table) if is_known(row["largest_excess"])]
+    rows = [row for row in known if row["draft"] != row["target"]]
     start = "|Δβ| ≤ TV(q, q̂) at every position, where β = Σ min(p, q) there"
     if not rows:
-        return f"{start}: not measured."
+        none = "not tested: of a draft that is the target itself both sides are one number" if known else "not measured"
+        return f"{start}: {none}."
     worst = max(rows, key=lambda row: row["largest_excess"])
     where = f"`{worst['variant']}`, head {worst['head']}, T = {worst['temperature']:g}, `{worst['pair']}`"
     holds = "so the bound holds" if worst["largest_excess"] <= 0 else "which is rounding, so the bound holds"

@@ -25,6 +25,7 @@ ENDS = ("", "_lo", "_hi")
 _VARIANT = ("pair", "target", "draft", "variant", "bits", "group_size", "grid", "method")
 _SIZE = ("bits_per_weight", "weights", "weight_bytes", "other_bytes")
 _ORIGIN = ("contexts", "contexts_sha256", "calibration_sha256", "calibration_tokens", "cpu")
+_JUDGED = ("alpha", "alpha_change", "argmax_agreement", "tv")
 _LOOPED = ("alpha", "alpha_overlap", "matched_alpha", "difference")
 
 
@@ -45,7 +46,7 @@ ALPHA = (
     *_ends("alpha"),
     *_ends("alpha_unquantized"),
     *_ends("alpha_change"),
-    "argmax_agreement",
+    *_ends("argmax_agreement"),
     *_ends("tv"),
     *("largest_excess", "perplexity", "perplexity_unquantized", "quantisation_seconds"),
     *_ORIGIN,
@@ -83,13 +84,12 @@ def _at(record: Record, prefix: str, temperature: float) -> Record:
     end = label(temperature)
     texts = "greedy" if temperature == 0 else "sampled"  # which set of contexts is read at this temperature
     intervals = {
-        **{f"{key}{e}": f"{prefix}{key}_{end}{e}" for key in ("alpha", "alpha_change", "tv") for e in ENDS},
+        **{f"{key}{e}": f"{prefix}{key}_{end}{e}" for key in _JUDGED for e in ENDS},
         **{f"alpha_unquantized{e}": f"alpha_unquantized_{end}{e}" for e in ENDS},
     }
     return {
         "positions": record[f"positions_{end}"],
         **{column: record[key] for column, key in intervals.items()},
-        "argmax_agreement": record[f"{prefix}argmax_agreement_{end}"],
         "largest_excess": record[f"{prefix}largest_excess_{end}"],
         "perplexity": record[f"{prefix}perplexity_{texts}"],
         "perplexity_unquantized": record[f"perplexity_unquantized_{texts}"],

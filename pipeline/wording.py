@@ -71,7 +71,8 @@ def words(key: str) -> Callable[[Row], str]:
 
 
 def number(key: str, digits: int = 2) -> Callable[[Row], str]:
-    return lambda row: f"{row[key]:.{digits}f}" if is_known(row[key]) else UNKNOWN
+    """A value; what rounds to 0 has no sign (z)."""
+    return lambda row: f"{row[key]:z.{digits}f}" if is_known(row[key]) else UNKNOWN
 
 
 def interval(key: str, digits: int = 2) -> Callable[[Row], str]:

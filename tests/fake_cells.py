@@ -181,7 +181,7 @@ def quantized_alpha(pair: str, variant: str) -> dict[str, Any]:
                 **interval(f"alpha_unquantized_{end}", 1.0, 0.0),
                 **interval(f"{prefix}alpha_{end}", 1 - loss, 0.2 * loss),
                 **interval(f"{prefix}alpha_change_{end}", -loss, 0.2 * loss),
-                f"{prefix}argmax_agreement_{end}": 1 - quantized_loss(keys, head, 0.0),
+                **interval(f"{prefix}argmax_agreement_{end}", 1 - quantized_loss(keys, head, 0.0), 0.01),
                 **interval(f"{prefix}tv_{end}", loss, 0.2 * loss),
                 f"{prefix}largest_excess_{end}": 1e-7 if t else -0.01,
             }

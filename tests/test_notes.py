@@ -3,6 +3,7 @@
 import ast
 import re
 
+import pandas as pd
 import pytest
 from sync_deps import ROOT
 
@@ -30,3 +31,37 @@ def test_every_claim_names_a_test():
     assert [int(number) for number in numbers] == list(range(1, len(numbers) + 1)) and len(numbers) >= 15
     for number, body in zip(numbers, bodies, strict=True):
         assert re.search(r"Tests?: `test_\w+`", body.split("\n## ")[0]), f"claim {number}"
+
+
+QUANTISED = [ROOT / "notes" / name for name in ("gptq.md", "awq.md", "quantised-drafts.md")]
+NUMBER = r"([+−]?\d+(?:\.\d+)?)"
+WITH_INTERVAL = re.compile(rf"{NUMBER}\s\[{NUMBER},\s{NUMBER}\]")
+AT_LEAST = {"gptq.md": 0, "awq.md": 0, "quantised-drafts.md": 10}
+
+
+def measured():
+    """Every value with an interval in the committed tables of quantised drafts."""
+    for path in sorted((ROOT / "plots").glob("*/quantized_*.csv")):
+        table = pd.read_csv(path)
+        for key in [name.removesuffix("_lo") for name in table if name.endswith("_lo")]:
+            triples = table[[key, f"{key}_lo", f"{key}_hi"]].dropna()
+            yield from triples.itertuples(index=False, name=None)
+
+
+@pytest.mark.parametrize("path", QUANTISED, ids=lambda path: path.name)
+def test_values_with_an_interval_in_the_notes_are_measured_ones(path):
+    """As they are or in points; a loss may be written as a positive number."""
+    found = WITH_INTERVAL.findall(path.read_text(encoding="utf-8"))
+    assert len(found) >= AT_LEAST[path.name]
+    values = list(measured())
+    for texts in found:
+        digits = len(texts[0].partition(".")[2])
+        wanted = tuple(float(text.replace("−", "-")) for text in texts)
+        spellings = (
+            tuple(
+                round(scale * value, digits) for value in (triple if scale > 0 else (triple[0], triple[2], triple[1]))
+            )
+            for triple in values
+            for scale in (1, 100, -100)
+        )
+        assert wanted in spellings, f"{texts} of {path.name} is no measured value"

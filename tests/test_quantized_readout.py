@@ -19,6 +19,7 @@ from pipeline.cells import label
 from pipeline.quantized_tables import paired_difference
 from pipeline.results import read_table
 from pipeline.study import Params
+from pipeline.wording import interval
 from specdec.errors import InputError
 from specdec.stats import bootstrap_interval
 from specdec.theory import break_even_alpha, equal_speed_alpha, expected_tokens_per_round
@@ -527,3 +528,16 @@ def test_unknown_seconds_and_excess_are_told_as_such() -> None:
     unknown = pd.DataFrame({"method": ["rtn"], "quantisation_seconds": [np.nan], "largest_excess": [np.nan]})
     assert quantized_report.effort(unknown) == "How long rounding took is unknown."
     assert quantized_report.bound(unknown).endswith(": not measured.")
+
+
+def test_a_self_draft_does_not_test_the_bound() -> None:
+    table = pd.DataFrame({"target": ["one", "one"], "draft": ["one", "one"], "largest_excess": [1e-7, 0.2]})
+    assert quantized_report.bound(table).endswith(
+        ": not tested: of a draft that is the target itself both sides are one number."
+    )
+
+
+def test_what_rounds_to_nothing_has_no_sign() -> None:
+    row = {f"x{end}": value for end, value in zip(("", "_lo", "_hi"), (-1e-9, -0.02, 1e-9), strict=True)}
+    assert quantized_report.points("x")(row) == "+0.00 [-2.00, +0.00]"
+    assert interval("x", 3)(row) == "0.000 [-0.020, 0.000]"
