@@ -21,6 +21,7 @@ from specdec.quantize import Int8Linear, _cast_parameters
 
 GROUP_SIZES = (32, 64, 128, 256)  # that aten::_weight_int4pack_mm_for_cpu knows
 ROWS = 16  # it takes a multiple of so many outputs
+CUDA_CAPABILITY = (8, 0)  # from which on aten::_weight_int4pack_mm runs
 
 
 def has_kernel(grid: Grid) -> bool:
@@ -33,9 +34,9 @@ def has_kernel(grid: Grid) -> bool:
 class Int4Linear(nn.Module):
     """y = x Wᵀ + b with W in 4 bits, two to a byte, with a scale and an offset for each row of each group of columns.
 
-    On a CPU it runs `aten::_weight_int4pack_mm_for_cpu` with bfloat16 activations, whose weight is (level − 8) · scale + offset.
-    Where that does not work (elsewhere, other activations, outputs that are no multiple of 16) the weights are widened on the
-    fly, which is portable and not fast.
+    With bfloat16 activations it runs `aten::_weight_int4pack_mm_for_cpu`, or on a GPU `aten::_weight_int4pack_mm`; for both a
+    weight is (level − 8) · scale + offset. Where that does not work (other devices and activations, outputs that are no multiple
+    of 16) the weights are widened on the fly, which is portable and not fast.
 
     Args:
         weight: of 4 bits, in groups of GROUP_SIZES.
@@ -68,9 +69,10 @@ class Int4Linear(nn.Module):
         """x: shape (..., in), bfloat16; returns shape (..., out)."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         if self._runs_kernel(x):
+            product = "_weight_int4pack_mm_for_cpu" if x.device.type == "cpu" else "_weight_int4pack_mm"
             if self._packing is None:
-                self._packing = torch.ops.aten._convert_weight_to_int4pack_for_cpu(self._levels().int(), 1)
-            y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self._packing, self.width, self.scales)
+                self._packing = self._packed(x.device)
+            y = getattr(torch.ops.aten, product)(rows, self._packing, self.width, self.scales)
         else:
             y = rows @ self.widened().to(x.dtype).T
         if self.bias is not None:
@@ -85,9 +87,20 @@ class Int4Linear(nn.Module):
     def _levels(self) -> Tensor:
         return torch.stack([self.nibbles & 15, self.nibbles >> 4], dim=-1).flatten(1)
 
+    def _packed(self, device: torch.device) -> Tensor:
+        """The levels in the order that the device's kernel reads them in."""
+        if device.type == "cpu":
+            return torch.ops.aten._convert_weight_to_int4pack_for_cpu(self._levels().int(), 1)
+        # The GPU's wants the even column in the upper half of a byte, and tiles of 16 columns, 2, 4 or 8 side by side.
+        tiles = next(n for n in (8, 4, 2) if 2 * self.nibbles.shape[1] % (16 * n) == 0)
+        return torch.ops.aten._convert_weight_to_int4pack((self.nibbles << 4) | (self.nibbles >> 4), tiles)
+
     def _runs_kernel(self, x: Tensor) -> bool:
-        fits = self.nibbles.shape[0] % ROWS == 0 and x.dtype == self.scales.dtype == torch.bfloat16
-        return fits and x.device.type == "cpu"
+        if self.nibbles.shape[0] % ROWS or not x.dtype == self.scales.dtype == torch.bfloat16:
+            return False
+        if x.device.type == "cuda":
+            return torch.cuda.get_device_capability(x.device) >= CUDA_CAPABILITY
+        return x.device.type == "cpu"
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Int4Linear:
         self._packing = None

@@ -5,6 +5,17 @@ import pytest
 import torch
 import transformers
 
+# Each takes minutes. They are begun first: at the end one of them would keep one process busy and the others idle.
+SLOWEST = ("test_pipeline.py", "test_hub_pipeline.py", "test_quantized_readout.py", "test_exact_laws.py")
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # pytest-xdist's own order, by the number of tests
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+import types
 
 import pytest
 import torch
@@ -134,6 +135,40 @@ def test_without_the_kernel_the_same_is_computed(kind, monkeypatch):
     y = Int4Linear(found, bias)(inputs(5, 256).float())  # float32 activations
     assert y.dtype == torch.float32
     torch.testing.assert_close(y, inputs(5, 256).float() @ layer.widened().T + bias.bfloat16())
+
+
+class GpuKernel:
+    """What `aten::_weight_int4pack_mm` and its packing do, by torch's description: bytes of two levels, the even column in the
+    upper half, and rows and groups of columns as the kernel checks them. It keeps the bytes as they are."""
+
+    def pack(self, nibbles, tiles):
+        assert nibbles.dtype == torch.uint8 and tiles in (2, 4, 8)
+        assert nibbles.shape[0] % 8 == 0 and 2 * nibbles.shape[1] % (16 * tiles) == 0
+        return nibbles
+
+    def product(self, x, packing, group, scales):
+        levels = torch.stack([packing >> 4, packing & 15], dim=-1).flatten(1).float() - 8
+        scale, offset = scales.float().repeat_interleave(group, dim=0).unbind(dim=-1)
+        return (x.float() @ (levels.T * scale + offset)).to(x.dtype)
+
+
+@pytest.mark.parametrize(("out", "width", "group"), SHAPES)
+def test_a_gpu_gets_the_levels_in_its_own_order(out, width, group, monkeypatch):
+    layer, gpu = Int4Linear(round_to_nearest(random_weight(out, width), Grid(4, group)), None), GpuKernel()
+    monkeypatch.setattr(torch.ops.aten, "_convert_weight_to_int4pack", gpu.pack)
+    packing = layer._packed(torch.device("cuda"))
+    x = inputs(5, width)
+    assert off(gpu.product(x, packing, layer.width, layer.scales), x, layer.widened()) < 2**-8
+
+
+@pytest.mark.parametrize(("capability", "runs"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_which_gpus_run_the_kernel(capability, runs, monkeypatch):
+    layer = Int4Linear(round_to_nearest(random_weight(32, 64), Grid(4, 32)), None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    x = types.SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"))
+    assert layer._runs_kernel(x) is runs
+    x.dtype = torch.float32
+    assert not layer._runs_kernel(x)
 
 
 @pytest.mark.parametrize("out", [1, 8, 24, 40])

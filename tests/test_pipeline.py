@@ -60,7 +60,7 @@ def measuring(request, tmp_path_factory):
 def measured_once(measuring):
     """Measured by the real scripts, and committed. Whoever changes it undoes it."""
     copy, process = measuring
-    assert process.wait(timeout=600) == 0, (copy.root.parent / "stderr").read_text(encoding="utf-8")[-2000:]
+    assert process.wait(timeout=1200) == 0, (copy.root.parent / "stderr").read_text(encoding="utf-8")[-2000:]
     assert (
         set(stages_run((copy.root.parent / "stdout").read_text(encoding="utf-8")))
         == {"hardware"} | CELLS | DOWNLOADS | CONTEXTS | LAST
