@@ -9,6 +9,7 @@ import pytest
 import torch
 from stand_ins import tiny_llama
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
@@ -159,6 +160,18 @@ def test_a_gpu_gets_the_levels_in_its_own_order(out, width, group, monkeypatch):
     packing = layer._packed(torch.device("cuda"))
     x = inputs(5, width)
     assert off(gpu.product(x, packing, layer.width, layer.scales), x, layer.widened()) < 2**-8
+
+
+def test_a_gpu_is_asked_for_its_own_product(monkeypatch):
+    """With tensors that have a device and a shape but no entries: torch checks the calls, and nothing is computed."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    layer = Int4Linear(round_to_nearest(random_weight(48, 96), Grid(4, 32)), torch.zeros(48))
+    with FakeTensorMode():
+        for name, buffer in list(layer.named_buffers()):
+            setattr(layer, name, torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda"))
+        y = layer(torch.empty(5, 96, dtype=torch.bfloat16, device="cuda"))
+        assert y.shape == (5, 48) and y.dtype == torch.bfloat16 and y.device.type == "cuda"
+        assert layer._packing.shape == (6, 3, 32, 1) and layer._packing.dtype == torch.int32
 
 
 @pytest.mark.parametrize(("capability", "runs"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
