@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import platform
 import resource
 import sys
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from pipeline import cells
-from pipeline.timed import Setting, TextPrompt, compare
-from specdec.drafters import Drafter, ModelDrafter
+from pipeline.machine import draft_model, is_spread, surroundings
+from pipeline.methods import Setting, TextPrompt
+from pipeline.timed import compare
+from specdec.drafters import Drafter
 from specdec.identity import check_device
-from specdec.memory import SPREAD
 from specdec.models import count_parameters
 
 
 @dataclass(frozen=True)
 class Bench:
-    """The models and prompts of one comparison, and how the record names them."""
+    """The models of transformers and prompts of one comparison, and how the record names them."""
 
     names: dict[str, Any]
     target: PreTrainedModel
@@ -51,25 +49,14 @@ def measure(backend: str, bench: Bench, setting: Setting) -> dict[str, Any]:
         "seed": setting.seed,
         "max_new_tokens": setting.max_new_tokens,
         "runs": setting.runs,
-        "device": SPREAD if is_spread(bench.target) else bench.target.device.type,
+        "kernels": setting.kernels,
+        **surroundings(bench.target, bench.drafter),
         **device_errors,
-        "dtype": str(bench.target.dtype).removeprefix("torch."),
-        "draft_dtype": draft_dtype(bench.drafter),
-        "threads": torch.get_num_threads(),
-        "cpu": cells.cpu(),
-        "device_name": torch.cuda.get_device_name() if bench.target.device.type == "cuda" else bench.target.device.type,
-        "os": platform.platform(),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
         "target_parameters": count_parameters(bench.target),
         "draft_parameters": bench.draft_parameters,
         "peak_memory_bytes": peak_memory_bytes(bench.target.device),
         **measured,
     }
-
-
-def is_spread(model: PreTrainedModel) -> bool:
-    return hasattr(model, "hf_device_map")
 
 
 def device_logit_errors(bench: Bench) -> dict[str, float | None]:
@@ -82,18 +69,13 @@ def device_logit_errors(bench: Bench) -> dict[str, float | None]:
     """
     ids = bench.prompts[0].input_ids
     spread = is_spread(bench.target)
-    draft = bench.drafter.model if isinstance(bench.drafter, ModelDrafter) else None
+    draft = draft_model(bench.drafter)
     if bench.target.device.type == "cpu" and bench.target.dtype == torch.float32:
         return {"device_logit_error": 0.0, "draft_device_logit_error": None}
     return {
         "device_logit_error": None if spread else check_device(bench.target, ids),
         "draft_device_logit_error": None if draft is None else check_device(draft, ids),
     }
-
-
-def draft_dtype(drafter: Drafter) -> str | None:
-    """The number format of the draft's activations; None without a model."""
-    return str(drafter.model.dtype).removeprefix("torch.") if isinstance(drafter, ModelDrafter) else None
 
 
 def peak_memory_bytes(device: torch.device) -> int:

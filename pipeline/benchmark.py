@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from pipeline import cells, cli, options
 from pipeline.acceptance import prompt_generator
 from pipeline.bench import Bench, measure
+from pipeline.methods import Setting, TextPrompt
 from pipeline.prompts import encode_prompt, load_prompts, select_prompts
 from pipeline.study import Pair, Params, load_params, pair_spec
-from pipeline.timed import Setting, TextPrompt
 from pipeline.weights import load_pair
 from specdec.drafters import ModelDrafter
 from specdec.memory import SPREAD, Placement
@@ -111,6 +111,7 @@ def hf_cell(params: Params, pair_name: str, k: int) -> dict[str, Any]:
         params.timing.runs,
         params.timing.warmup,
         params.decoding.verifier,
+        params.timing.kernels,
     )
     return measure("hf", bench, setting)
 
@@ -126,8 +127,17 @@ def alone(params: Params, args: argparse.Namespace) -> dict[str, Any]:
         names = {"study": None, "pair": f"{args.target} + {args.draft}"}
         placed = options.placement(args.device)
         bench = hf_bench(names, pair, params, args.prompts_per_category, placed, dtype, args.confidence)
-    warmup, verifier = 1, args.verifier
-    setting = Setting(args.k, sampling, args.max_new_tokens, bench.end_tokens, args.seed, args.runs, warmup, verifier)
+    setting = Setting(
+        args.k,
+        sampling,
+        args.max_new_tokens,
+        bench.end_tokens,
+        args.seed,
+        args.runs,
+        warmup=1,
+        verifier=args.verifier,
+        kernels=args.kernels,
+    )
     return measure(args.backend, bench, setting)
 
 
@@ -192,6 +202,7 @@ def render(record: dict[str, Any]) -> str:
         ("target", f"{record['target']} ({record['target_parameters']:,} parameters)"),
         ("draft", f"{record['draft']} ({draft_size})"),
         ("backend", f"{record['backend']}, {record['device']}, {dtypes}, CPU threads: {record['threads']}"),
+        ("kernels", record["kernels"]),
         ("decoding", f"k = {record['k']}, {sampling}, {record['prompts']} prompts, {record['new_tokens']} new tokens"),
         ("verifier", record["verifier"]),
         ("drafted per round", number("mean_drafted_per_round", 2) + stopped),
@@ -203,8 +214,10 @@ def render(record: dict[str, Any]) -> str:
         ("plain decoding, tokens/s", number("ar_tokens_per_second", 1)),
         ("speculative decoding, tokens/s", number("spec_tokens_per_second", 1)),
         ("Hugging Face generate, tokens/s", number("hf_tokens_per_second", 1)),
+        ("Hugging Face generate with the draft, tokens/s", number("hf_assisted_tokens_per_second", 1)),
         ("speed-up over plain decoding", interval("speedup")),
         (f"speed-up over the fastest ({record['fastest_baseline']})", interval("speedup_over_fastest")),
+        ("speed-up over Hugging Face with the draft", interval("speedup_over_hf_assisted")),
         ("speed-up, prompt included", interval("speedup_end_to_end")),
         ("predicted speed-up, tau / (kc + v)", number("predicted_speedup")),
         ("cost coefficient c, verify cost ratio v", f"{number('cost_coefficient')}, {number('verify_cost_ratio')}"),

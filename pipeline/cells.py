@@ -50,6 +50,10 @@ def hf_benchmark(study: str, pair: str, k: int) -> Path:
     return METRICS / "hf_benchmark" / study / pair / f"{k}.json"
 
 
+def cost_curve(study: str, pair: str) -> Path:
+    return METRICS / "cost_curve" / study / f"{pair}.json"
+
+
 def sweep_block(study: str, pair: str, temperature: float) -> Path:
     return METRICS / "sweep_block" / study / pair / f"{float(temperature)}.json"
 

@@ -14,6 +14,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from pipeline import cli, options
+from pipeline.machine import run_with
+from pipeline.methods import on_kernels
 from pipeline.prompts import encode_conversation
 from pipeline.study import Pair, load_params
 from pipeline.weights import load_pair
@@ -38,9 +40,9 @@ def main() -> None:
     loaded = load_pair(pair, params.models, device=device, dtype=dtype, confidence_threshold=args.confidence)
     printer = RoundPrinter(loaded.tokenizer, sys.stdout)
     result = speculative_generate(
-        loaded.target,
+        run_with(loaded.target, args.kernels),
         encode_conversation(loaded.tokenizer, [args.prompt], []),
-        drafter=loaded.drafter,
+        drafter=on_kernels(loaded.drafter, args.kernels),
         k=args.k,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,

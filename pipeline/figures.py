@@ -14,8 +14,11 @@ from specdec.stats import bootstrap_interval
 from specdec.theory import iid_acceptance_length, predicted_speedup
 from specdec.timing import TimedRun
 
-PromptRuns = Mapping[str, Sequence[TimedRun]]  # the runs of one prompt, by method: "ar", "spec", "hf"
+PromptRuns = Mapping[
+    str, Sequence[TimedRun]
+]  # the runs of one prompt, by method: METHODS, of which the last may be missing
 Cost = tuple[float, int]  # seconds, tokens
+METHODS = ("ar", "spec", "hf", "hf_assisted")
 PREDICTIONS = (
     *("cost_coefficient", "verify_cost_ratio", "predicted_speedup"),
     *("ideal_speedup", "verify_cost_factor", "overhead_factor"),
@@ -31,20 +34,23 @@ def end_to_end_cost(runs: Sequence[TimedRun]) -> Cost:
 
 
 def speed_record(prompts: Sequence[PromptRuns]) -> dict[str, Any]:
-    """Tokens per second of each method, and the speed-ups with their intervals."""
+    """Tokens per second of each method, and the speed-ups with their intervals; None of a method that was not timed."""
     record: dict[str, Any] = {}
-    for name in ("ar", "spec", "hf"):
-        record[f"{name}_tokens_per_second"] = _rate([decode_cost(p[name]) for p in prompts])
-        record[f"{name}_end_to_end_tokens_per_second"] = _rate([end_to_end_cost(p[name]) for p in prompts])
+    for name in METHODS:
+        timed = [p[name] for p in prompts if name in p]
+        record[f"{name}_tokens_per_second"] = _rate([decode_cost(runs) for runs in timed])
+        record[f"{name}_end_to_end_tokens_per_second"] = _rate([end_to_end_cost(runs) for runs in timed])
     fastest = max(("ar", "hf"), key=lambda name: record[f"{name}_tokens_per_second"] or 0.0)
     record["fastest_baseline"] = {"ar": "own plain decoding", "hf": "Hugging Face generate"}[fastest]
 
     def compare(key: str, slow: str, fast: str, cost: Callable[[Sequence[TimedRun]], Cost]) -> None:
-        record.update(_with_interval(key, [(cost(p[slow]), cost(p[fast])) for p in prompts]))
+        record.update(_with_interval(key, [(cost(p[slow]), cost(p[fast])) for p in prompts if slow in p]))
 
     compare("speedup", "ar", "spec", decode_cost)
     compare("speedup_end_to_end", "ar", "spec", end_to_end_cost)
     compare("speedup_over_fastest", fastest, "spec", decode_cost)
+    compare("speedup_over_hf_assisted", "hf_assisted", "spec", decode_cost)
+    compare("speedup_over_hf_assisted_end_to_end", "hf_assisted", "spec", end_to_end_cost)
     compare("ar_over_hf", "hf", "ar", decode_cost)
     compare("ar_over_hf_end_to_end", "hf", "ar", end_to_end_cost)
     # A/A: the same method against itself. How far this lies from 1 is how far any ratio here may lie from the truth.

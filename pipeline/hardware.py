@@ -38,6 +38,8 @@ def main() -> None:
     select_prompts(context_prompts, categories, spec.prompts_per_category + spec.calibration_per_category)
     pair_devices = {f"pairs.{name}.device": params.pairs[name].device for name in params.study.pairs}
     check_devices({"timing.device": params.timing.device, **pair_devices})
+    placed = {name: params.pairs[name].device or params.timing.device for name in params.study.pairs}
+    check_kernels(params.timing.kernels, params.timing.dtype, placed)
     cells.write_json(cells.HARDWARE, describe(params.timing.threads))
 
 
@@ -54,6 +56,28 @@ def check_devices(asked: Mapping[str, str | None]) -> None:
         if device is not None and device not in here:
             raise InputError(
                 f"params.yaml: {key} is {device}, which is not on this machine; allowed: {', '.join(here)}."
+            )
+
+
+def check_kernels(kernels: str, dtype: str, placed: Mapping[str, str]) -> None:
+    """
+    Args:
+        placed: the device of each pair that is timed.
+
+    Raises:
+        InputError: these kernels cannot run there. Whether they run a model of its class shows only when it is loaded.
+    """
+    for pair, device in placed.items():
+        here = next(iter(accelerators()), "cpu") if device == "auto" else device
+        if kernels == "packed" and (here != "cpu" or dtype != "float32"):
+            raise InputError(
+                f"params.yaml: timing.kernels is packed, and the pair {pair} is timed on {here} in {dtype}; allowed: cpu and "
+                "float32, or timing.kernels: default or joined."
+            )
+        if kernels == "joined" and here == "spread":
+            raise InputError(
+                f"params.yaml: timing.kernels is joined, and the pair {pair} is timed on spread; allowed: one device, or "
+                "timing.kernels: default."
             )
 
 

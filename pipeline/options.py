@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from pipeline.study import DEVICES
+from pipeline.study import DEVICES, KERNELS
 from specdec.memory import SPREAD, Placement
 from specdec.models import resolve_device
 from specdec.sampling import SamplingConfig
@@ -39,6 +39,12 @@ def add_decoding_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--kernels",
+        default="default",
+        choices=list(KERNELS),
+        help="how matrices run, see timing.kernels in params.yaml (default: transformers' forward)",
     )
 
 

@@ -21,6 +21,7 @@ from matplotlib.lines import Line2D
 
 from pipeline import cells
 from pipeline.cli import run
+from pipeline.cost_figures import cost_curve
 from pipeline.drawing import (
     BLUE,
     GREY,
@@ -66,6 +67,7 @@ def draw(folder: Path) -> dict[str, Figure]:
         "block_verification": block_verification(by_temperature, toy_temperature),
         "confidence": confidence(read_table(folder, "sweep_confidence")),
         "speedup": speedup(read_table(folder, "hf_benchmark")),
+        "cost_curve": cost_curve(read_table(folder, "cost_curve")),
         "quantized_alpha": quantized_alpha(read_table(folder, "quantized_alpha")),
         "quantized_speedup": quantized_speedup(quantized_benchmark),
         "break_even": break_even(quantized_benchmark),

@@ -11,10 +11,10 @@ import torch
 
 from pipeline import cells, cli, options
 from pipeline.bench import Bench, measure
+from pipeline.methods import Setting, TextPrompt
 from pipeline.prompts import encode_prompt, load_prompts, select_prompts
 from pipeline.study import Params, load_params, pair_spec
 from pipeline.texts import read_contexts
-from pipeline.timed import Setting, TextPrompt
 from pipeline.variants import cell_parser, load_unquantized, parse
 from specdec.drafters import ModelDrafter
 from specdec.kernels import kernel_copy, stored_bytes
@@ -61,6 +61,8 @@ def time_variant(params: Params, contexts_name: str, pair_name: str, variant_nam
         params.timing.runs,
         params.timing.warmup,
         params.decoding.verifier,
+        params.timing.kernels,
+        hf_assisted=False,  # a question of the pair, and of hf_benchmark
     )
     return {
         **measure("hf", bench, setting),

@@ -16,6 +16,7 @@ import pandas as pd
 from pipeline import cells
 from pipeline import quantized_report as quantized
 from pipeline.cli import run
+from pipeline.cost_report import COST, cost_curves, cost_findings, cost_machine
 from pipeline.results import read_table, study_folder
 from pipeline.study import load_params
 from pipeline.wording import (
@@ -54,7 +55,9 @@ BASELINES = (
     "Noise is our own plain decoding timed against itself: as far as the ends of its interval lie from 1, any ratio here may lie "
     "from the truth. Faster or slower is said only where a ratio lies farther from 1 than that, and its own interval leaves "
     "out 1. End to end includes the pass over the prompt. HF output equal: prompts whose greedy output from HF generate is that "
-    "of our own plain decoding."
+    "of our own plain decoding. HF with the draft: generate with the same draft and k, as assisted generation or prompt lookup, "
+    "without its first round, which reads the prompt too; – where the draft has another vocabulary size, with which it cannot "
+    "draft there. generate has transformers' own kernels always."
 )
 BLOCK = (
     "Token verification (Leviathan et al. 2023) tests one draft token after another, block verification (Sun et al. 2024) the "
@@ -98,11 +101,19 @@ def report(study: str, folder: Path) -> str:
     quantized_alpha, quantized_loop = read_table(folder, "quantized_alpha"), read_table(folder, "quantized_loop")
     contrasts = read_table(folder, "quantized_contrasts")
     quantized_benchmark = read_table(folder, "quantized_benchmark")
+    costs = read_table(folder, "cost_curve")
     blocks = [
         f"# Study `{study}`",
         *(BEGIN, header(benchmark), results(benchmark), verdicts(benchmark), READING, END),
         *("## Why not more", ATTRIBUTION, attribution(benchmark)),
         *("## Baselines and noise", BASELINES, baselines(benchmark)),
+        *(
+            "## What a pass over several tokens costs",
+            COST,
+            cost_machine(costs),
+            cost_curves(costs),
+            cost_findings(costs),
+        ),
         *("## Acceptance against k", sweep(read_table(folder, "sweep_k"), K)),
         *("## Acceptance against temperature", sweep(by_temperature, T)),
         *("## Block verification", BLOCK, block(by_temperature, by_block), gains(by_temperature)),
@@ -148,9 +159,9 @@ def header(benchmark: pd.DataFrame) -> str:
     decoding = " / ".join(dict.fromkeys(decoding_words(row) for row in rows_of(benchmark)))
     devices = " / ".join(dict.fromkeys(device_words(row) for row in rows_of(benchmark)))
     return (
-        f"CPU {all_of('cpu')}, {threads} {'thread' if threads == '1' else 'threads'}, device {devices}, {all_of('dtype')}; "
-        f"torch {all_of('torch')}, transformers {all_of('transformers')}. {decoding}, {all_of('prompts')} prompts × "
-        f"{all_of('max_new_tokens')} tokens, median of {all_of('runs')} interleaved runs."
+        f"CPU {all_of('cpu')}, {threads} {'thread' if threads == '1' else 'threads'}, device {devices}, {all_of('dtype')}, "
+        f"{all_of('kernels')} kernels; torch {all_of('torch')}, transformers {all_of('transformers')}. {decoding}, "
+        f"{all_of('prompts')} prompts × {all_of('max_new_tokens')} tokens, median of {all_of('runs')} interleaved runs."
     )
 
 
@@ -214,7 +225,10 @@ def baselines(benchmark: pd.DataFrame) -> str:
         ("k", number("k", 0)),
         ("noise", interval("noise_floor", 3)),
         ("plain over HF generate", interval("ar_over_hf")),
-        ("HF output equal", hf_equal),
+        ("HF output equal", hf_equal("hf")),
+        ("HF with the draft, tok/s", number("hf_assisted_tokens_per_second", 1)),
+        ("speed-up over it", interval("speedup_over_hf_assisted")),
+        ("its output equal", hf_equal("hf_assisted")),
         ("fastest baseline", words("fastest_baseline")),
         ("speed-up end to end", interval("speedup_end_to_end")),
         ("peak memory, GiB", lambda row: number("gib")({"gib": row["peak_memory_bytes"] / 2**30})),
@@ -222,10 +236,14 @@ def baselines(benchmark: pd.DataFrame) -> str:
     return markdown(benchmark, columns)
 
 
-def hf_equal(row: Row) -> str:
+def hf_equal(method: str) -> Callable[[Row], str]:
     """Sampled outputs are not compared: Hugging Face draws other tokens."""
-    count, prompts = (number(key, 0)(row) for key in ("hf_identical_prompts", "prompts"))
-    return UNKNOWN if count == UNKNOWN else f"{count} of {prompts}"
+
+    def text(row: Row) -> str:
+        count, prompts = (number(key, 0)(row) for key in (f"{method}_identical_prompts", "prompts"))
+        return UNKNOWN if count == UNKNOWN else f"{count} of {prompts}"
+
+    return text
 
 
 def sweep(table: pd.DataFrame, axis: Column, *more: Column) -> str:

@@ -14,6 +14,7 @@ TEXT_COLUMNS = (
     *("torch", "transformers", "verifier", "fastest_baseline", "identical"),
     *("variant", "grid", "method", "head", "contexts", "contexts_sha256", "calibration_sha256"),
     *("question", "other"),
+    *("role", "model", "kernels", "refusal"),
 )
 
 

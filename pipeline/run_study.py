@@ -72,6 +72,7 @@ def study_cells(params: Params) -> dict[str, Path]:
             f"sweep_temperature@{prefix}-{t}": cells.sweep_temperature(study.name, pair, t) for t in study.temperature
         }
         found |= {f"hf_benchmark@{prefix}-{k}": cells.hf_benchmark(study.name, pair, k) for k in study.benchmark_k}
+        found[f"cost_curve@{prefix}"] = cells.cost_curve(study.name, pair)
     for pair in study.detail_pairs:
         prefix = f"{study.name}-{pair}"
         found |= {f"sweep_block@{prefix}-{t}": cells.sweep_block(study.name, pair, t) for t in study.temperature}

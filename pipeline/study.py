@@ -30,6 +30,7 @@ RESERVED_DRAFTS = ("int8", "bf16", "lookup")
 # organisation/name, with or without @revision. As on the hub and in git: no two dots in a row, since both become paths.
 HUB_NAME = r"(?![^@]*--)(?!.*\.\.)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@\w[\w./-]*)?"
 DEVICES = ("auto", "cpu", "cuda", "mps", "spread")
+KERNELS = ("default", "joined", "packed")  # those of specdec/runners.py, which would take seconds to import
 
 
 def _refusal(allowed: str) -> PydanticCustomError:
@@ -98,6 +99,7 @@ Probability = Annotated[
     ),
 ]
 Device = Annotated[str, _one_of(*DEVICES)]
+Kernels = Annotated[str, _one_of(*KERNELS)]
 OptionalDevice = Annotated[
     str | None, _only(f"null or {' or '.join(DEVICES)}", lambda value: value is None or value in DEVICES)
 ]
@@ -223,6 +225,7 @@ class Study(Section):
     variants: Values[Variant]
     loop_variants: Values[Variant]
     kernel_variants: Values[Variant]
+    kernels_compared: Values[Kernels]
     prompts_per_category: Count
     max_new_tokens: Count
 
@@ -252,6 +255,15 @@ class Timing(Section):
     device: Device
     dtype: Dtype
     threads: Annotated[int | None, _optional_int(1)]
+    kernels: Kernels
+
+
+class CostCurve(Section):
+    """T(n), n = 1..rows, behind so many tokens of context."""
+
+    rows: Count
+    contexts: Values[Count]
+    runs: Annotated[int, _int(2)]
 
 
 class Toy(Section):
@@ -276,6 +288,7 @@ class Params(Section):
     contexts: dict[Name, Contexts]
     decoding: Decoding
     timing: Timing
+    cost_curve: CostCurve
     toy: Toy
 
 

@@ -50,15 +50,25 @@ BENCHMARK = (
         "device_name",
         "dtype",
         "threads",
+        "kernels",
         "torch",
         "transformers",
         "runs",
     ),
     *("ar_tokens_per_second", "spec_tokens_per_second", "hf_tokens_per_second", "fastest_baseline"),
-    *_with_interval("speedup", "speedup_over_fastest", "speedup_end_to_end", "ar_over_hf", "noise_floor"),
+    "hf_assisted_tokens_per_second",
+    *_with_interval("speedup", "speedup_over_fastest", "speedup_end_to_end", "speedup_over_hf_assisted"),
+    *_with_interval("ar_over_hf", "noise_floor"),
     *("predicted_speedup", "ideal_speedup", "iid_factor", "verify_cost_factor", "overhead_factor"),
     *("cost_coefficient", "verify_cost_ratio", "peak_memory_bytes"),
-    *("identical", "identical_prompts", "hf_identical_prompts", "unrepeatable_runs"),
+    *("identical", "identical_prompts", "hf_identical_prompts", "hf_assisted_identical_prompts", "unrepeatable_runs"),
+)
+# Of a curve T(n), and of the cell that holds it; each row of the table is one n of one curve.
+CURVE = ("role", "model", "kernels", "context")
+CURVE_LISTS = (*_with_interval("seconds"), "roof_seconds")
+CURVE_CELL = (
+    *("cpu", "device", "device_name", "dtype", "draft_dtype", "threads", "torch", "transformers", "runs"),
+    *("target_weight_bytes", "draft_weight_bytes", "bytes_per_second", "operations_per_second"),
 )
 QUANTIZED_BENCHMARK = (*BENCHMARK, *quantized.TIMED)
 IDENTITY = (
@@ -115,6 +125,7 @@ def gather(params: Params) -> dict[str, pd.DataFrame]:
         "greedy_identity": _table(_read(by_dtype, IDENTITY), IDENTITY),
         "acceptance_per_position": _positions(by_k),
         "hf_benchmark": _table(_read(benchmarks, BENCHMARK), BENCHMARK),
+        "cost_curve": _curves([cells.cost_curve(study, pair) for pair in pairs]),
         "quantized_alpha": _table(_quantized_alpha(params), quantized.ALPHA),
         "quantized_contrasts": _table(_quantized_contrasts(params), quantized.CONTRASTS),
         "quantized_loop": _table(_quantized_loop(params), quantized.LOOP),
@@ -229,6 +240,21 @@ def _positions(records: list[Record]) -> pd.DataFrame:
             start = {"pair": record["pair"], "k": record["k"], "position": position}
             rows.append({**start, **dict(zip(POSITION_LISTS, values, strict=True))})
     return _table(rows, ("pair", "k", "position", *POSITION_LISTS))
+
+
+def _curves(paths: Sequence[Path]) -> pd.DataFrame:
+    """One row per pair, role, kernels, context and n."""
+    columns = ("pair", *CURVE, "n", *CURVE_LISTS, "refusal", *CURVE_CELL)
+    rows = []
+    for path, record in zip(paths, _read(paths, ("pair", "curves", *CURVE_CELL)), strict=True):
+        with _keys_of(path):
+            for curve in record["curves"]:
+                start = {key: record[key] for key in ("pair", *CURVE_CELL)} | {
+                    key: curve[key] for key in (*CURVE, "refusal")
+                }
+                for n, values in enumerate(zip(*(curve[key] for key in CURVE_LISTS), strict=True), start=1):
+                    rows.append({**start, "n": n, **dict(zip(CURVE_LISTS, values, strict=True))})
+    return _table(rows, columns)
 
 
 def _table(records: list[Record], first: Sequence[str]) -> pd.DataFrame:

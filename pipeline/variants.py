@@ -110,6 +110,7 @@ def load_unquantized(params: Params, pair_name: str, device: Placement, dtype: t
         dtype=dtype,
         manifest=cells.manifest(pair_name),
     )
-    draft = loaded.drafter.model if isinstance(loaded.drafter, ModelDrafter) else loaded.target
+    drafting = loaded.drafter.model if isinstance(loaded.drafter, ModelDrafter) else None
+    draft = drafting if isinstance(drafting, PreTrainedModel) else loaded.target
     name = pair.target if self_draft else pair.draft
     return Unquantized(loaded.target, draft, name, loaded.tokenizer, loaded.end_tokens, loaded)

@@ -1,15 +1,16 @@
-"""A model with its KV cache. The only module that knows transformers' cache API (written for 5.24).
+"""A model with its KV cache: what decoding asks of one, and a model of transformers in that form.
 
-What has to be known of it: the keyword is `cache` (`past_key_values` is deprecated), `crop` takes a *negative* count of tokens to
-remove, a sliding-window layer can be rolled back only if `activate_past_recording` was called before the first forward, and
-recurrent layers cannot be rolled back at all.
+The only module that knows transformers' cache API (written for 5.24). What has to be known of it: the keyword is `cache`
+(`past_key_values` is deprecated), `crop` takes a *negative* count of tokens to remove, a sliding-window layer can be rolled back
+only if `activate_past_recording` was called before the first forward, and recurrent layers cannot be rolled back at all.
 """
 
 import copy
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from specdec.errors import InputError, InvariantError
@@ -21,7 +22,58 @@ _ROLLBACK_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 RELATIVE_TOLERANCE = 0.3
 
 
-def context_length(model: PreTrainedModel) -> int:
+class Cache(Protocol):
+    """A model and what it has been fed of one text; batch size 1.
+
+    Invariant: it holds one entry per token fed and not rolled back, `length` of them.
+    """
+
+    length: int
+
+    @property
+    def room(self) -> int:
+        """How many more tokens fit into the model's context."""
+        ...
+
+    def forward(self, tokens: Tensor, keep: int | None = None) -> Tensor:
+        """Feed tokens, shape (n,), and return the logits after the last `keep` of them (default: all), shape (keep, V)."""
+        ...
+
+    def rollback(self, length: int) -> None:
+        """Forget all but the first `length` tokens fed."""
+        ...
+
+    def check(self, text: Tensor, tolerance: float = 1e-3) -> None:
+        """For debugging: raise InvariantError unless this is what one pass over `text`, shape (n,), would have left."""
+        ...
+
+
+@runtime_checkable
+class Decoder(Protocol):
+    """A model that brings its own cache, such as `llama.LlamaDecoder`."""
+
+    config: PreTrainedConfig
+    device: torch.device
+    dtype: torch.dtype  # of the model's parameters
+
+    def open(self) -> Cache:
+        """An empty cache, to feed one text to."""
+        ...
+
+
+Model = PreTrainedModel | Decoder  # what decodes: `runners.runner` makes one of the other
+
+
+def open_cache(model: Model) -> Cache:
+    """An empty cache of the model, to feed one text to.
+
+    Raises:
+        InputError: a model of transformers that `CachedModel` refuses.
+    """
+    return model.open() if isinstance(model, Decoder) else CachedModel(model)
+
+
+def context_length(model: Model) -> int:
     """The most tokens that the model's positions reach; 2^31 - 1 where its configuration states no limit."""
     config = model.config.get_text_config(decoder=True)
     return int(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
@@ -105,16 +157,22 @@ class CachedModel:
                 # A window may still hold older entries, but never fewer than the next token sees.
                 if ours.shape[-2] < theirs.shape[-2]:
                     raise InvariantError(f"{name} of layer {index}: {ours.shape[-2]} of {theirs.shape[-2]} entries")
-                _check_close(f"{name} of layer {index}", ours[..., -theirs.shape[-2] :, :], theirs, tolerance)
+                check_close(f"{name} of layer {index}", ours[..., -theirs.shape[-2] :, :], theirs, tolerance)
         if self.room < 1:  # a draft's context may be full
             return
         probe = tokens[:, :1]
         cached = self.model(probe, cache=copy.deepcopy(self._cache), use_cache=True, logits_to_keep=1).logits
         uncached = self.model(torch.cat([tokens, probe], dim=1), logits_to_keep=1).logits
-        _check_close("logits of the next token", cached, uncached, tolerance)
+        check_close("logits of the next token", cached, uncached, tolerance)
 
 
-def _check_close(name: str, ours: Tensor, theirs: Tensor, tolerance: float) -> None:
+def check_close(name: str, ours: Tensor, theirs: Tensor, tolerance: float) -> None:
+    """Compare two tensors of one shape, of which the last dimension is an entry.
+
+    Raises:
+        InvariantError: in float32, numbers that differ by more than the tolerance; in 16 bits, an entry that differs by more than
+            RELATIVE_TOLERANCE of the size of one.
+    """
     # Impossible tokens have logits of -inf on both sides, which are equal though their difference is NaN.
     difference = (ours - theirs).masked_fill(ours == theirs, 0).float()
     if theirs.dtype in (torch.float32, torch.float64):

@@ -6,9 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel
 
-from specdec.cache import CachedModel
+from specdec.cache import Model, open_cache
 from specdec.chance import Chooser
 from specdec.errors import InputError, InvariantError
 from specdec.models import vocabulary_size
@@ -51,9 +50,11 @@ class ModelDrafter:
 
     Invariant: before a proposal the cache holds a prefix of the context, at least one token short of it; after, it holds the
     context and all proposed tokens but the last. A fully accepted round therefore leaves the cache two tokens short, and they are
-    fed together at the next round. Where the draft's own context ends, it proposes nothing more.
+    fed together at the next round; so are the tokens of rounds without a proposal. Where the draft's own context ends, it
+    proposes nothing more.
 
     Args:
+        model: in eval mode.
         confidence_threshold: stop the draft behind a token that the draft model's own softmax, before temperature and filters,
             gives less than this probability. The token is kept: dropping it for its own probability would bias the output. It is
             Hugging Face's `assistant_confidence_threshold`, except that theirs judges the scores behind temperature and filters.
@@ -66,9 +67,7 @@ class ModelDrafter:
         InputError: a threshold outside 0 to 1, or a vocabulary that is not an integer of at least 1.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, confidence_threshold: float = 0.0, vocabulary: int | None = None
-    ) -> None:
+    def __init__(self, model: Model, confidence_threshold: float = 0.0, vocabulary: int | None = None) -> None:
         is_number = isinstance(confidence_threshold, int | float) and not isinstance(confidence_threshold, bool)
         if not (is_number and 0 <= confidence_threshold <= 1):
             raise InputError(f"confidence_threshold is {confidence_threshold!r}; allowed: a number from 0 to 1")
@@ -84,7 +83,7 @@ class ModelDrafter:
 
     def begin(self, prompt: Tensor, sampling: SamplingConfig) -> None:
         self._sampling = sampling
-        self._cached = CachedModel(self.model)
+        self._cached = open_cache(self.model)
         prompt = self._readable(prompt)
         if len(prompt) > 1 and self._cached.room >= len(prompt):
             self._cached.forward(prompt[:-1], keep=1)

@@ -5,21 +5,25 @@ before it has. So target cache length = text length − 1, whatever was accepted
 draft: one verified token per target forward.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from specdec.cache import CachedModel, context_length
+from specdec.cache import Model, context_length, open_cache
 from specdec.chance import GeneratorChooser
 from specdec.drafters import Draft, Drafter
 from specdec.errors import InputError
 from specdec.sampling import SamplingConfig, to_probs
 from specdec.stats import AcceptanceStats, Round
 from specdec.verify import VERIFIERS, Verdict, Verifier
+
+if TYPE_CHECKING:  # decoding with a number needs nothing of what chooses one
+    from specdec.policy import KPolicy
 
 TokenKind = Literal["accepted", "corrected", "bonus"]
 
@@ -58,7 +62,7 @@ class GenerationResult:
 
 
 def autoregressive_generate(
-    target: PreTrainedModel,
+    target: Model,
     input_ids: Tensor,
     *,
     max_new_tokens: int,
@@ -90,11 +94,11 @@ def autoregressive_generate(
 
 
 def speculative_generate(
-    target: PreTrainedModel,
+    target: Model,
     input_ids: Tensor,
     *,
     drafter: Drafter | None,
-    k: int,
+    k: int | KPolicy,
     max_new_tokens: int,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -110,10 +114,11 @@ def speculative_generate(
     """Speculative decoding; the new tokens are distributed exactly as the target's.
 
     Args:
-        target: a causal language model in eval mode.
+        target: a causal language model in eval mode, or a decoder (see specdec/runners.py).
         input_ids: the prompt, shape (1, T), T ≥ 1.
         drafter: who proposes; not needed, and not touched, at k = 0.
-        k: draft tokens per round (γ in Leviathan et al.); fewer near the end; 0 is plain decoding.
+        k: draft tokens per round (γ in Leviathan et al.), or who chooses them from round to round (specdec/policy.py); fewer near
+            the end; 0 is plain decoding.
         max_new_tokens: exactly so many new tokens, unless an end token comes first.
         temperature, top_k, top_p: see `SamplingConfig`; applied to target and draft alike. Temperature 0 is greedy.
         eos_token_id: one or several end tokens; the first one generated is the last token. End tokens in the prompt stop nothing.
@@ -139,9 +144,13 @@ def speculative_generate(
     finish_reason: Literal["eos", "length"] = "length"
 
     # 1. Feed the prompt but for its last token, the first anchor. Models that cannot be used are refused before anything streams.
-    cached = CachedModel(target)
-    if drafter is not None and k > 0 and max_new_tokens > 0:
+    cached = open_cache(target)
+    if k == 0 or max_new_tokens == 0:
+        drafter = None  # not needed
+    if drafter is not None:
         drafter.begin(prompt, sampling)
+    if not isinstance(k, int):
+        k.begin()
     if streamer is not None:
         streamer.put(input_ids.cpu())
     if length > 1 and max_new_tokens > 0:
@@ -151,7 +160,7 @@ def speculative_generate(
 
     while length < last and finish_reason == "length":
         # 2. Draft at most k tokens, leaving room for the token that the target adds.
-        limit = min(k, last - length - 1)
+        limit = _drafted_at_most(k, last - length - 1)
         draft = drafter.propose(text[:length], limit, chooser) if drafter is not None and limit > 0 else Draft((), None)
         # 3. Verify: one target forward over the anchor and the draft; the laws move to the CPU once.
         unread = torch.cat([text[length - 1 : length], torch.tensor(draft.tokens, dtype=torch.int64)])
@@ -165,7 +174,7 @@ def speculative_generate(
             finish_reason = "eos"
         # 5. Roll both caches back to everything but the new anchor.
         cached.rollback(length - 1)
-        if k > 0 and drafter is not None:
+        if drafter is not None:
             drafter.rollback(length - 1)
         if check_invariants:
             cached.check(text[: length - 1])
@@ -173,6 +182,8 @@ def speculative_generate(
                 drafter.check(text[: length - 1])
         # 6. Record and report.
         rounds.append(emitted.record)
+        if not isinstance(k, int):
+            k.observe(emitted.record)
         if streamer is not None:
             streamer.put(torch.tensor(emitted.tokens))
         if on_round is not None:
@@ -181,6 +192,15 @@ def speculative_generate(
         streamer.end()
     new_tokens = tuple(text[len(prompt) : length].tolist())
     return GenerationResult(text[None, :length].clone(), new_tokens, AcceptanceStats(tuple(rounds)), finish_reason)
+
+
+def _drafted_at_most(k: int | KPolicy, room: int) -> int:
+    if isinstance(k, int):
+        return min(k, room)
+    chosen = k.next_k(room)
+    if not 0 <= chosen <= room:
+        raise ValueError(f"{type(k).__name__} chose {chosen} draft tokens; allowed: 0 to {room}")
+    return chosen
 
 
 def _emit(draft: Draft, verdict: Verdict, end_tokens: frozenset[int]) -> RoundTokens:
@@ -199,18 +219,20 @@ def _emit(draft: Draft, verdict: Verdict, end_tokens: frozenset[int]) -> RoundTo
 
 
 def _check_request(
-    target: PreTrainedModel, input_ids: Tensor, k: int, max_new_tokens: int, drafter: Drafter | None
+    target: Model, input_ids: Tensor, k: int | KPolicy, max_new_tokens: int, drafter: Drafter | None
 ) -> Tensor:
     """Refuse what cannot be done before any forward; return the prompt as shape (T,), int64, on the CPU."""
     if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 1:
         raise InputError(
             f"input_ids has shape {tuple(input_ids.shape)}; allowed: (1, T) with T of at least 1, one text"
         )
-    for name, value in (("k", k), ("max_new_tokens", max_new_tokens)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise InputError(f"{name} is {value!r}; allowed: an integer of at least 0")
-    if k > 0 and drafter is None:
-        raise InputError(f"k is {k} without a drafter; allowed: k = 0 (plain decoding), or a drafter")
+    if not (_is_count(k) or hasattr(k, "next_k")):
+        raise InputError(f"k is {k!r}; allowed: an integer of at least 0, or a KPolicy")
+    if not _is_count(max_new_tokens):
+        raise InputError(f"max_new_tokens is {max_new_tokens!r}; allowed: an integer of at least 0")
+    if k != 0 and drafter is None:
+        named = k if isinstance(k, int) else type(k).__name__
+        raise InputError(f"k is {named} without a drafter; allowed: k = 0 (plain decoding), or a drafter")
     room = context_length(target)
     if input_ids.shape[1] + max_new_tokens > room:
         raise InputError(
@@ -218,6 +240,10 @@ def _check_request(
             f"allowed: {room} tokens together"
         )
     return input_ids[0].to("cpu", torch.int64)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _verifier(verify: str | Verifier) -> Verifier:

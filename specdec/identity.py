@@ -2,6 +2,9 @@
 
 One pass over k + 1 tokens and k + 1 passes over one token run different kernels, which differ in the last bits. Where the two
 best logits lie closer than that, either token is greedy. Any larger gap is a fault.
+
+The judge is always transformers' model, whichever kernels decoded (specdec/runners.py): it is the independent reference.
+`check_device` judges that model on its device, and `check_runner` judges what decodes in its place.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec.cache import Model, open_cache
 from specdec.errors import InputError
 from specdec.memory import free_memory, require_memory
 
@@ -22,6 +26,9 @@ NEAR_TIE_ULPS = 2.0
 # How far a device's logits may lie from the CPU's float32 ones, relative to their spread. Rounding is far below, another model
 # or a broken kernel near 1.
 DEVICE_ERROR = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+# How far a float32 runner's logits may lie from those of the model that it runs. Rounding is far below; other weights or
+# positions change them by as much as they spread.
+RUNNER_ERROR = 1e-3
 _CHECKED_TOKENS = 16  # a shorter prompt is repeated: of a few tokens alone rounding tells too much
 
 
@@ -46,7 +53,11 @@ class IdentityReport:
 def check_greedy_identity(
     target: PreTrainedModel, input_ids: Tensor, plain: Sequence[int], speculative: Sequence[int]
 ) -> IdentityReport:
-    """Compare the new tokens of plain and speculative greedy decoding of one prompt, shape (1, T)."""
+    """Compare the new tokens of plain and speculative greedy decoding of one prompt, shape (1, T).
+
+    Args:
+        target: transformers' model, from whose logits a gap is taken, also where a runner of it decoded.
+    """
     if tuple(plain) == tuple(speculative):
         return IdentityReport(True)
     shared = min(len(plain), len(speculative))
@@ -77,7 +88,11 @@ class EmittedGaps:
 
 @torch.inference_mode()
 def emitted_gaps(target: PreTrainedModel, input_ids: Tensor, new_tokens: Sequence[int]) -> EmittedGaps:
-    """Judge greedy output by teacher forcing: feed the prompt, shape (1, T), and the n new tokens at once."""
+    """Judge greedy output by teacher forcing: feed the prompt, shape (1, T), and the n new tokens at once.
+
+    Args:
+        target: transformers' model, also where a runner of it decoded.
+    """
     emitted = torch.tensor(new_tokens, dtype=torch.int64)
     text = torch.cat([input_ids[0].cpu(), emitted])[:-1]
     logits = target(text[None].to(target.device), logits_to_keep=len(emitted)).logits[0].cpu()
@@ -102,7 +117,7 @@ def check_device(model: PreTrainedModel, input_ids: Tensor) -> float:
     """
     if model.device.type == "cpu" and model.dtype == torch.float32:
         return 0.0
-    text = input_ids.cpu().repeat(1, -(-_CHECKED_TOKENS // input_ids.shape[1]))
+    text = _checked_text(input_ids)
     with torch.inference_mode():
         logits = model(text.to(model.device)).logits[0, 1:].cpu().double()
     _require_room(model)
@@ -117,6 +132,43 @@ def check_device(model: PreTrainedModel, input_ids: Tensor) -> float:
             f"the CPU's by {error:.2g} of their spread (torch {torch.__version__}); allowed: at most {allowed:g}, another device"
         )
     return error
+
+
+@torch.inference_mode()
+def check_runner(runner: Model, model: PreTrainedModel, input_ids: Tensor) -> float:
+    """Compare the logits of what `runners.runner` made of a model with the model's own, on one prompt, shape (1, T).
+
+    The runner is fed as in decoding, the last tokens by one, two and five behind its cache: few rows may run on other kernels
+    than many. The model reads everything in one pass without a cache.
+
+    Returns:
+        The largest difference of two logits, over all positions but the first (see `check_device`); 0 for the model itself.
+
+    Raises:
+        InputError: with float32 parameters, the difference is larger than RUNNER_ERROR; in 16 bits, which layers of low bits go
+            with, larger than the share of the logits' reach that DEVICE_ERROR allows.
+    """
+    if runner is model:
+        return 0.0
+    text, cached = _checked_text(input_ids)[0], open_cache(runner)
+    parts = text.split([len(text) - 8, 1, 2, 5])
+    logits = torch.cat([cached.forward(part).cpu().double() for part in parts])[1:]
+    expected = model(text[None].to(model.device)).logits[0, 1:].cpu().double()
+    error, allowed = float((logits - expected).abs().max()), RUNNER_ERROR
+    if model.dtype != torch.float32:
+        reach = (expected - expected.mean(dim=-1, keepdim=True)).abs().max()
+        allowed = float(reach) * DEVICE_ERROR.get(model.dtype, DEVICE_ERROR[torch.bfloat16])
+    if not error <= allowed:  # NaN included
+        raise InputError(
+            f"the logits of {type(model).__name__} as a {type(runner).__name__} differ from transformers' by {error:.2g} "
+            f"(torch {torch.__version__}); allowed: at most {allowed:.2g}, or the kernels 'default'"
+        )
+    return error
+
+
+def _checked_text(input_ids: Tensor) -> Tensor:
+    """The prompt, repeated until it has enough tokens, shape (1, T'), on the CPU."""
+    return input_ids.cpu().repeat(1, -(-_CHECKED_TOKENS // input_ids.shape[1]))
 
 
 def _require_room(model: PreTrainedModel) -> None:

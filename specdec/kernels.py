@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,10 @@ from transformers import PreTrainedModel
 
 from specdec.errors import InputError
 from specdec.grid import Grid, GridWeight
-from specdec.lowbit import Rounded
 from specdec.quantize import Int8Linear, _cast_parameters
+
+if TYPE_CHECKING:  # who runs a low-bit model need not import what makes one
+    from specdec.lowbit import Rounded
 
 GROUP_SIZES = (32, 64, 128, 256)  # that aten::_weight_int4pack_mm_for_cpu knows
 ROWS = 16  # it takes a multiple of so many outputs
@@ -134,6 +136,27 @@ def kernel_copy(rounded: Rounded) -> PreTrainedModel:
         bias: Any = clone.get_submodule(name).bias
         setattr(clone.get_submodule(parent), attribute, _layer(weight, bias))
     return _cast_parameters(clone)
+
+
+@torch.no_grad()
+def int8_head(model: PreTrainedModel) -> PreTrainedModel:
+    """Give a `kernel_copy` whose head was left in bfloat16 a head of 8 bits, in place; returns the model.
+
+    Rounded to the nearest level, symmetric, with one scale a row (a token). An embedding that the head was tied to stays in
+    bfloat16, so that of such a model the 8 bits come on top; reading the head costs half as much all the same.
+
+    Raises:
+        InputError: a head that is no nn.Linear, as one that was rounded with the rest.
+    """
+    head: Any = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise InputError(
+            f"the head of {type(model).__name__} is a {type(head).__name__}; allowed: Linear (a recipe with head=False)"
+        )
+    model.set_submodule(
+        next(name for name, layer in model.named_modules() if layer is head), Int8Linear(head.weight, head.bias)
+    )
+    return model
 
 
 def stored_bytes(model: nn.Module) -> int:

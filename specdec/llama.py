@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from specdec.cache import _check_close, context_length
+from specdec.cache import check_close, context_length
 from specdec.errors import InputError, InvariantError
 from specdec.kernels import Int4Linear
 from specdec.packed import PackedLinear
@@ -286,7 +286,7 @@ class LlamaCache:
 
     def _compare(self, name: str, ours: Tensor, theirs: Tensor, tolerance: float) -> None:
         dtype = self._decoder.dtype  # says how coarsely both were computed
-        _check_close(name, ours.to(dtype), theirs.to(dtype), tolerance)
+        check_close(name, ours.to(dtype), theirs.to(dtype), tolerance)
 
 
 # Its parts

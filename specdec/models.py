@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from transformers.utils import logging as transformers_logging
 
 from specdec.errors import InputError
 from specdec.memory import DTYPES, SPREAD, Placement, require_memory
+
+if TYPE_CHECKING:
+    from specdec.cache import Model
 
 # The toy pair. Each token has one successor, and the head's row of the successor is the token's own embedding: its logit stands
 # out by the embedding's share in the residual stream, while attention and MLPs make the other logits a noise that depends on the
@@ -204,7 +207,7 @@ def quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def vocabulary_size(model: PreTrainedModel) -> int:
+def vocabulary_size(model: Model) -> int:
     """How many token ids the model knows, V."""
     return int(model.config.get_text_config(decoder=True).vocab_size)
 

@@ -47,6 +47,17 @@ def optimal_k(alpha: float, c: float, v: Sequence[float] | None = None, *, max_k
     return max(range(limit + 1), key=lambda k: factors[k])  # the smallest among equals, so 0 where none gains
 
 
+def speedups(acceptance: Sequence[float], c: float, v: Sequence[float]) -> list[float]:
+    """The predicted speed-up of k = 0, 1, ... drafted tokens where acceptance depends on the depth in the draft.
+
+    Args:
+        acceptance: P(token j accepted given that j − 1 was), j = 1, 2, ... Where all are α, the best is `optimal_k`.
+        v: v[k] is the verify cost ratio of k drafted tokens. The shorter of the two limits k.
+    """
+    tokens = itertools.accumulate(accepted_at_least_by_token(acceptance), initial=1.0)
+    return [predicted_speedup(tau, k, c, cost) for k, (tau, cost) in enumerate(zip(tokens, v, strict=False))]
+
+
 def break_even_alpha(k: int, c: float, v: float = 1.0) -> float | None:
     """The α at which k drafted tokens pay exactly: expected_tokens_per_round(α, k) = kc + v. None where even α = 1 loses."""
     return _alpha_for(k * c + v, k)

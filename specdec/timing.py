@@ -7,9 +7,8 @@ from statistics import median
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from specdec.cache import CachedModel
+from specdec.cache import Model, open_cache
 from specdec.generate import GenerationResult
 
 
@@ -92,12 +91,12 @@ class StepClock:
         return {name: median(values) for name, values in self._samples.items()}
 
 
-def cached_step(model: PreTrainedModel, context: Tensor, n: int) -> Callable[[], object]:
+def cached_step(model: Model, context: Tensor, n: int) -> Callable[[], object]:
     """A step that feeds n tokens behind `context`, shape (T,), already in the cache, and rolls them back: T(n).
 
     Of a text that is too long for the model its end is taken.
     """
-    cached = CachedModel(model)
+    cached = open_cache(model)
     context = context[max(0, len(context) + n - cached.room) :]
     cached.forward(context, keep=1)
     tokens = context.repeat(-(-n // len(context)))[:n]

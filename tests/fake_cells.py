@@ -33,6 +33,7 @@ studies:
     variants: [bf16, w8-row-sym-rtn, w4-g64-rtn, w4-g64-gptq, w4-g64-awq, w3-row-rtn]
     loop_variants: [bf16, w4-g64-gptq]
     kernel_variants: [bf16, w8-row-sym-rtn, w4-g64-gptq]
+    kernels_compared: [default, joined, packed]
     prompts_per_category: 2
     max_new_tokens: 32
 study: *fake
@@ -48,7 +49,8 @@ contexts:
     loop_prompts_per_category: 2
     loop_tokens: 32
 decoding: {seed: 0, k: 4, temperature: 0.0, top_k: null, top_p: null, verifier: token}
-timing: {runs: 5, warmup: 1, device: auto, dtype: float32, threads: null}
+timing: {runs: 5, warmup: 1, device: auto, dtype: float32, threads: null, kernels: default}
+cost_curve: {rows: 16, contexts: [64, 512], runs: 9}
 toy:
   k: [1, 2, 3, 4, 5, 6, 7, 8]
   temperature: [0.02, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0]
@@ -85,6 +87,7 @@ def write(root: Path, params_text: str = PARAMS) -> Params:
             cells.write_json(cells.sweep_temperature(study.name, pair, t), record)
         for k in study.benchmark_k:
             cells.write_json(cells.hf_benchmark(study.name, pair, k), benchmark(pair, k))
+        cells.write_json(cells.cost_curve(study.name, pair), cost_curve(pair, params))
     for pair in study.detail_pairs:
         for t in study.temperature:
             record = acceptance(pair, params.decoding.k, temperature=t, alpha=ALPHA[pair] * (1 - 0.09 * t))
@@ -325,6 +328,7 @@ def benchmark(pair: str, k: int, *, alpha: float | None = None, c: float | None 
         "dtype": "float32",
         "draft_dtype": None if lookup else "float32",
         "threads": 2,
+        "kernels": "default",
         "torch": "2.13.0",
         "transformers": "5.24.0",
         "runs": 5,
@@ -337,6 +341,8 @@ def benchmark(pair: str, k: int, *, alpha: float | None = None, c: float | None 
         **interval("speedup_over_fastest", speedup * 0.9, 0.3 if lookup else 0.05),
         **interval("speedup_end_to_end", speedup * 0.97, 0.05),
         "fastest_baseline": "Hugging Face generate",
+        "hf_assisted_tokens_per_second": None if pair == "toy" else 16.0,
+        **interval("speedup_over_hf_assisted", speedup * 1.25, 0.06),
         **interval("ar_over_hf", 0.9, 0.02),
         **interval("noise_floor", 1.004, 0.01),
         "predicted_speedup": predicted,
@@ -350,9 +356,63 @@ def benchmark(pair: str, k: int, *, alpha: float | None = None, c: float | None 
         "ties": 0,
         "identical_prompts": 12,
         "hf_identical_prompts": None if pair == "small_bf16" else 11,
+        "hf_assisted_identical_prompts": None if pair == "small_bf16" else 10,
         "unrepeatable_runs": 0,
         "peak_memory_bytes": 2 * 2**30,
         "samples": [{"question_id": 1, "seconds": [0.1, 0.2]}],
+    }
+
+
+KERNEL_SECONDS = {"default": 0.05, "joined": 0.04, "packed": 0.03}  # T(1) of the target
+WEIGHT_BYTES = 4 * (LAYER_WEIGHTS + HEAD_WEIGHTS)
+
+
+def cost_curve(pair: str, params: Params) -> dict[str, Any]:
+    """T(n) = T(1) + (n − 1) · T(1) / 10, and a little more behind a longer context; of a draft, C times as much."""
+    copied = pair.endswith("lookup")
+    bytes_per_second, operations_per_second = 20e9, 100e9
+    curves = []
+    for role, factor in (("target", 1.0), ("draft", C[pair])):
+        for kernels in params.study.kernels_compared if role == "target" or not copied else ():
+            for context in params.cost_curve.contexts:
+                one = factor * (KERNEL_SECONDS[kernels] + context * 1e-6)
+                seconds = [one * (1 + (n - 1) / 10) for n in range(1, params.cost_curve.rows + 1)]
+                curves.append(
+                    {
+                        "role": role,
+                        "model": "small" if role == "target" else pair.removeprefix("small_"),
+                        "kernels": kernels,
+                        "context": context,
+                        "seconds": seconds,
+                        "seconds_lo": [0.98 * value for value in seconds],
+                        "seconds_hi": [1.02 * value for value in seconds],
+                        "samples": [[value] * params.cost_curve.runs for value in seconds],
+                        "roof_seconds": [
+                            max(factor * WEIGHT_BYTES / bytes_per_second, WEIGHT_BYTES / 2 * n / operations_per_second)
+                            for n in range(1, params.cost_curve.rows + 1)
+                        ],
+                        "refusal": None,
+                    }
+                )
+    return {
+        "study": "fake",
+        "pair": pair,
+        "target": "small",
+        "draft": pair.removeprefix("small_"),
+        "cpu": "Imaginary CPU 9000",
+        "device": "cpu",
+        "device_name": "cpu",
+        "dtype": "float32",
+        "draft_dtype": None if copied else "bfloat16",
+        "threads": 2,
+        "torch": "2.13.0",
+        "transformers": "5.24.0",
+        "runs": params.cost_curve.runs,
+        "target_weight_bytes": WEIGHT_BYTES,
+        "draft_weight_bytes": None if copied else round(C[pair] * WEIGHT_BYTES),
+        "bytes_per_second": bytes_per_second,
+        "operations_per_second": operations_per_second,
+        "curves": curves,
     }
 
 

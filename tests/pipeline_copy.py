@@ -67,6 +67,7 @@ studies:
     variants: [bf16, w4-row-gptq]
     loop_variants: [w4-row-gptq]
     kernel_variants: [w8-row-sym-rtn]
+    kernels_compared: [default, joined, packed]
     prompts_per_category: 2
     max_new_tokens: 4
   other: &other
@@ -84,6 +85,7 @@ studies:
     variants: [w3-row-awq]
     loop_variants: [w3-row-awq]
     kernel_variants: [bf16]
+    kernels_compared: [default]
     prompts_per_category: 1
     max_new_tokens: 4
 study: *tiny
@@ -101,7 +103,8 @@ contexts:
     loop_prompts_per_category: 2
     loop_tokens: 4
 decoding: {seed: 0, k: 2, temperature: 0.0, top_k: null, top_p: null, verifier: token}
-timing: {runs: 2, warmup: 1, device: cpu, dtype: float32, threads: 1}
+timing: {runs: 2, warmup: 1, device: cpu, dtype: float32, threads: 1, kernels: default}
+cost_curve: {rows: 2, contexts: [8], runs: 2}
 toy:
   k: [1, 2]
   temperature: [0.2]
@@ -123,13 +126,14 @@ from pathlib import Path
 
 from pipeline import cells
 
+TIMED = ("benchmark", "quantized_benchmark", "cost_curve")
 name, arguments = Path(sys.argv[0]).stem, sys.argv[1:]
 params = Path("params.yaml").read_text(encoding="utf-8")
 if name == "hardware":
     cells.write_json(cells.HARDWARE, {"fingerprint": {"cpu": os.environ["STAND_IN_CPU"]}})
 elif arguments:
     (out,) = (value for option, value in zip(arguments, arguments[1:]) if option in ("--out", "--json"))
-    cells.write_json(out, {"arguments": arguments, "params": params, "cpu": cells.cpu() if "benchmark" in name else None})
+    cells.write_json(out, {"arguments": arguments, "params": params, "cpu": cells.cpu() if name in TIMED else None})
 else:
     study = re.search(r"(?m)^study: [*](\\S+)", params)[1]
     text = Path("dvc.yaml").read_text(encoding="utf-8").replace("${study.name}", study).replace("${study.contexts}", "few")

@@ -16,9 +16,18 @@ PACKAGES = ("specdec", "pipeline")
 
 
 def imported_names(source: Path) -> set[str]:
-    """Dotted names of all imports of a file, wherever they stand; of `from a import b` both `a` and `a.b`."""
+    """Dotted names of all imports of a file, wherever they stand; of `from a import b` both `a` and `a.b`.
+
+    What is imported for type checkers alone (`if TYPE_CHECKING:`) cannot change a result and is left out.
+    """
     names = set()
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+    waiting: list[ast.AST] = [ast.parse(source.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            waiting += node.orelse
+            continue
+        waiting += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -11,7 +11,7 @@ from stand_ins import tiny_gpt2
 
 from pipeline import bench, benchmark, cells, cli, timed
 from pipeline.acceptance import prompt_generator
-from pipeline.timed import Setting
+from pipeline.methods import Setting
 from pipeline.weights import LoadedPair
 from specdec.drafters import PromptLookupDrafter
 from specdec.errors import InputError
@@ -21,7 +21,7 @@ from specdec.sampling import SamplingConfig
 TINY = ["--k", "2", "--max-new-tokens", "4", "--runs", "2"]
 ABOUT_THE_RUN = """
 study pair target draft target_revision draft_revision k temperature top_k top_p seed prompts max_new_tokens backend device
-dtype threads torch transformers runs target_parameters draft_parameters peak_memory_bytes cpu device_name
+dtype threads torch transformers runs kernels target_parameters draft_parameters peak_memory_bytes cpu device_name
 """
 
 
@@ -37,6 +37,7 @@ def folder(tmp_path, monkeypatch):
         "seed: 4, k: 4, temperature: 0.5, top_k: 7, top_p: 0.9, verifier: block",
     )
     text = text.replace("runs: 5, warmup: 1, device: auto", "runs: 6, warmup: 2, device: cpu")
+    text = text.replace("kernels: default}", "kernels: packed}")
     (tmp_path / "params.yaml").write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(timed, "COST_RUNS", 1)
@@ -91,6 +92,8 @@ def start(monkeypatch, *arguments):
         (["--target", "some"], "--target is some with the toy pair; allowed: only with --backend hf"),
         (["--draft", "int8"], "--draft is int8 with the toy pair; allowed: only with --backend hf"),
         (["--verifier", "tree"], "invalid choice: 'tree'"),
+        (["--kernels", "fast"], "invalid choice: 'fast' (choose from"),
+        (["--cell", "--kernels", "packed"], "--kernels is packed with --cell; allowed: only what params.yaml says"),
         (["--cell", "--verifier", "block"], "--verifier is block with --cell; allowed: only what params.yaml says"),
         (["--cell", "--top-k", "4"], "--top-k is 4 with --cell; allowed: only what params.yaml says"),
         (["--confidence", "1.5"], "--confidence is 1.5; allowed: a number from 0 to 1"),
@@ -120,6 +123,7 @@ def test_the_least_allowed_values_pass(monkeypatch):
         (["--top-k", "0"], "top_k is 0"),
         (["--top-p", "1.5"], "top_p is 1.5"),
         (["--max-new-tokens", "600"], "max_new_tokens=600"),
+        (["--kernels", "joined"], "kernels is 'joined' for a GPT2LMHeadModel; allowed: default"),
         (["--backend", "hf", "--target", "nowhere"], "'nowhere' is not known"),
         (["--cell", "--backend", "hf", "--pair", "nobody"], "'nobody' is not in params.yaml"),
     ],
@@ -175,6 +179,7 @@ def test_the_toy_run_writes_what_it_shows(toy_run):
         "target_parameters": 724480,
         "draft_parameters": 724480,
     }
+    expected |= {"kernels": "default", "kernels_logit_error": 0, "hf_assisted_identical_prompts": 12}
     assert {key: record[key] for key in expected} == expected
     assert {sample["prompt_tokens"] for sample in record["samples"]} == {6}
     assert record["speedup_lo"] < record["speedup"] < record["speedup_hi"]
@@ -192,6 +197,9 @@ def test_a13_a_cell_of_the_toy_has_the_settings_of_params(folder, monkeypatch):
     assert {key: record[key] for key in expected} == expected
     assert set(ABOUT_THE_RUN.split()) <= record.keys()
     assert [len(sample["decode_seconds"]["spec"]) for sample in record["samples"]] == [3, 3]
+    assert (
+        record["kernels"] == "default"
+    )  # whatever timing.kernels says, for the toy shows the loop and not the machine
     assert record["speedup_lo"] is None
 
 
@@ -213,9 +221,9 @@ def test_a13_f13_every_option_reaches_the_toy_comparison(folder, threads, seen, 
         "--top-p",
         "0.8",
     ]
-    options += ["--verifier", "block", "--confidence", "0.3"]
+    options += ["--verifier", "block", "--confidence", "0.3", "--kernels", "packed"]
     start(monkeypatch, *options, "--seed", "11", "--threads", "2", "--dtype", "bfloat16", "--device", "cpu")
-    assert seen.setting == Setting(5, SamplingConfig(0.7, 3, 0.8), 9, [], 11, 4, 1, "block")
+    assert seen.setting == Setting(5, SamplingConfig(0.7, 3, 0.8), 9, [], 11, 4, 1, "block", "packed")
     assert seen.drafter.confidence_threshold == 0.3
     assert threads == [2]
     assert seen.target.dtype == seen.drafter.model.dtype == torch.bfloat16
@@ -266,23 +274,23 @@ def test_a13_a_cell_of_a_real_pair_has_the_settings_of_params(loaded, threads, s
     start(monkeypatch, "--cell", "--backend", "hf", "--pair", "small_lookup", "--k", "6", "--json", "cell.json")
     assert loaded.asked == ("small", "lookup", "cpu", torch.float32, 0.0)
     assert loaded.manifest == cells.manifest("small_lookup")
-    assert seen.setting == Setting(6, SamplingConfig(0.5, 7, 0.9), 32, [5], 4, 6, 2, "block")
+    assert seen.setting == Setting(6, SamplingConfig(0.5, 7, 0.9), 32, [5], 4, 6, 2, "block", "packed")
     assert [(p.question_id, p.input_ids.tolist()) for p in seen.prompts] == [(0, [[0]]), (1, [[1]])]
     assert threads == [7]
     record = cells.read_json("cell.json")
     expected = {"study": "fake", "pair": "small_lookup", "target": "small", "draft": "lookup", "k": 6, "runs": 6}
     expected |= {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "draft_parameters": 0, "backend": "hf", "measured": True}
-    expected |= {"target_revision": "1" * 40, "draft_revision": None}
+    expected |= {"target_revision": "1" * 40, "draft_revision": None, "kernels": "packed"}
     assert {key: record[key] for key in expected} == expected
 
 
 def test_a13_f13_every_option_reaches_the_comparison_of_a_real_pair(loaded, threads, seen, monkeypatch):
     options = ["--backend", "hf", "--target", "some/folder", "--draft", "int8", "--dtype", "float16", "--device", "cpu"]
-    options += ["--verifier", "block", "--confidence", "0.3"]
+    options += ["--verifier", "block", "--confidence", "0.3", "--kernels", "joined"]
     start(monkeypatch, *options, "--prompts-per-category", "3", "--k", "2", "--json", "cell.json")
     assert loaded.asked == ("some/folder", "int8", "cpu", torch.float16, 0.3)
     assert len(seen.prompts) == 3
-    assert seen.setting == Setting(2, SamplingConfig(), 128, [5], 0, 5, 1, "block")
+    assert seen.setting == Setting(2, SamplingConfig(), 128, [5], 0, 5, 1, "block", "joined")
     record = cells.read_json("cell.json")
     assert (record["study"], record["pair"]) == (None, "some/folder + int8")
     assert loaded.manifest is None  # a folder of the command line is in none
@@ -342,6 +350,9 @@ def test_values_are_shown_with_their_intervals():
     assert rows["draft"] == "int8 (134,515,008 parameters)"
     assert rows["decoding"].startswith("k = 4, greedy, 12 prompts, ")
     assert rows["plain decoding, tokens/s"] == "20.0"
+    assert rows["kernels"] == "default"
+    assert rows["Hugging Face generate with the draft, tokens/s"] == "16.0"
+    assert re.fullmatch(r"\d\.\d{3}   95 % interval .*", rows["speed-up over Hugging Face with the draft"])
     assert rows["cost coefficient c, verify cost ratio v"] == "0.450, 1.250"
     assert rows["greedy output against plain decoding"] == "identical"
 

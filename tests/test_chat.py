@@ -4,13 +4,14 @@ import io
 
 import pytest
 import torch
-from stand_ins import disagreeing, nearby, tiny_gpt2
+from stand_ins import disagreeing, nearby, tiny_gpt2, tiny_llama
 
 from pipeline import chat
 from pipeline.chat import RoundPrinter, summary
 from pipeline.weights import LoadedPair
 from specdec.drafters import ModelDrafter
 from specdec.generate import GenerationResult, RoundTokens, autoregressive_generate
+from specdec.llama import LlamaDecoder
 from specdec.stats import AcceptanceStats, Round
 
 GREEN, RED, BLUE, RESET = "\033[32m", "\033[31m", "\033[34m", "\033[0m"
@@ -144,6 +145,23 @@ def test_what_is_undefined_is_a_dash():
     assert ": – tokens per round" in summary(result_of(), "")
 
 
+@pytest.mark.parametrize("kernels", ["default", "joined"])
+def test_target_and_draft_run_on_the_kernels(monkeypatch, kernels):
+    target, seen = tiny_llama(vocab_size=128), {}
+
+    def generate(target, prompt, **options):
+        seen.update(target=target, draft=options["drafter"].model)
+        return result_of(Round(0, 0, 0, 1, ()))
+
+    loaded = LoadedPair(target, ModelDrafter(nearby(target, 0.3)), 0, Bytes(), [], None, None)
+    monkeypatch.setattr(chat, "load_pair", lambda *arguments, **options: loaded)
+    monkeypatch.setattr(chat, "encode_conversation", lambda *_: torch.tensor([[72]]))
+    monkeypatch.setattr(chat, "speculative_generate", generate)
+    monkeypatch.setattr("sys.argv", ["chat.py", "Hi", "--device", "cpu", "--kernels", kernels])
+    chat.main()
+    assert [isinstance(model, LlamaDecoder) for model in seen.values()] == [kernels == "joined"] * 2
+
+
 def test_the_command_shows_the_text_that_plain_decoding_gives(monkeypatch, capsys):
     target = tiny_gpt2(vocabulary=128)
     prompt = torch.tensor([[72, 105]])
@@ -183,4 +201,5 @@ def test_the_command_shows_the_text_that_plain_decoding_gives(monkeypatch, capsy
     assert one == same != other
     assert shown(load.draft, "--temperature", "1.5", "--seed", "1", "--verifier", "block") != one
     assert shown(target, "--temperature", "1.5", "--top-k", "1") == shown(target)
+    assert shown(target, "--kernels", "packed") == shown(target)
     assert shown(target, "--temperature", "1.5", "--top-p", "1e-6") == shown(target)

@@ -11,6 +11,7 @@ from specdec.chance import GeneratorChooser
 from specdec.drafters import Draft, ModelDrafter, PromptLookupDrafter
 from specdec.errors import InputError
 from specdec.generate import autoregressive_generate, speculative_generate
+from specdec.llama import LlamaDecoder, packed_linear
 from specdec.sampling import SamplingConfig, to_probs
 
 DRAFTERS = {
@@ -18,9 +19,13 @@ DRAFTERS = {
     "llama": lambda: ModelDrafter(tiny_llama()),
     "sliding window": lambda: ModelDrafter(tiny_mistral(window=8)),
     "scripted": lambda: ModelDrafter(ScriptedModel(random_table(40, 0))),
+    "decoder": lambda: ModelDrafter(LlamaDecoder(tiny_llama())),
+    "packed decoder": lambda: ModelDrafter(LlamaDecoder(tiny_llama(), packed_linear)),
     "short context": lambda: ModelDrafter(tiny_gpt2(context=20)),
+    "decoder, short context": lambda: ModelDrafter(LlamaDecoder(tiny_llama(max_position_embeddings=20))),
     "smaller vocabulary": lambda: ModelDrafter(tiny_llama(vocab_size=32), vocabulary=40),
     "larger vocabulary": lambda: ModelDrafter(tiny_llama(vocab_size=48), vocabulary=40),
+    "decoder, smaller vocabulary": lambda: ModelDrafter(LlamaDecoder(tiny_llama(vocab_size=32)), vocabulary=40),
     "lookup": lambda: PromptLookupDrafter(),
     "lookup of one token": lambda: PromptLookupDrafter(max_ngram=1),
 }

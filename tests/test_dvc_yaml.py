@@ -31,6 +31,7 @@ ORDER = [
     "sweep_block",
     "sweep_confidence",
     "hf_benchmark",
+    "cost_curve",
     "greedy_identity",
     "contexts",
     "quantized_alpha",
@@ -165,6 +166,7 @@ def test_stages_of_one_script_declare_the_same_keys_but_for_what_they_vary():
         "sweep_confidence"
     )
     assert declared_keys("hf_benchmark") - sweep_k == {"timing"} and sweep_k <= declared_keys("hf_benchmark")
+    assert "timing.kernels" not in declared_keys("toy_benchmark") | declared_keys("cost_curve"), "they have their own"
     assert declared_keys("toy_sweep_temperature") - declared_keys("toy_sweep_k") == {"toy.k_for_temperature"}
     assert declared_keys("toy_sweep_k") <= declared_keys("toy_sweep_temperature")
 
@@ -230,7 +232,7 @@ def test_only_timed_cells_depend_on_the_machine(resolved):
     machine = {
         name.split("@")[0] for name, stage in stages.items() if any("hardware.json" in str(dep) for dep in stage.deps)
     }
-    assert machine == {"toy_benchmark", "hf_benchmark", "quantized_benchmark"}
+    assert machine == {"toy_benchmark", "hf_benchmark", "quantized_benchmark", "cost_curve"}
     for stage in stages.values():
         for dep in stage.deps:
             if "hardware.json" in str(dep):

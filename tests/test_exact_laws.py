@@ -6,6 +6,7 @@ is shown in test_negative_controls.py. The last line of a test run says how many
 
 import itertools
 import math
+from collections import defaultdict
 
 import laws
 import pytest
@@ -26,6 +27,7 @@ from laws import (
 from stand_ins import ScriptedModel, random_table
 
 from specdec.drafters import ModelDrafter, PromptLookupDrafter
+from specdec.policy import AdaptiveK
 from specdec.sampling import SamplingConfig, to_probs
 from specdec.verify import VERIFIERS, Verdict, verify_tokens
 
@@ -197,6 +199,53 @@ def test_f10_a_draft_that_stops_behind_an_unlikely_token(sampling, threshold, ru
 def test_f10_a_draft_that_stops_over_many_rounds():
     drafter = ModelDrafter(scripted(1, 2), confidence_threshold=0.4)
     assert_the_loop_is_lossless(scripted(0, 2), drafter, 3, 5)
+
+
+class OneMoreThanAccepted:
+    """k follows the last round: one more than it accepted, and 0 behind a round that accepted nothing."""
+
+    def begin(self):
+        self.k = 2
+
+    def next_k(self, limit):
+        return min(self.k, limit)
+
+    def observe(self, round):
+        self.k = round.accepted + 1 if round.accepted or not round.drafted else 0
+
+
+class Noted:
+    """A policy, and what it chose for each place in the text."""
+
+    def __init__(self, policy):
+        self.policy, self.begin, self.observe = policy, policy.begin, policy.observe
+        self.chosen = defaultdict(set)
+
+    def next_k(self, limit):
+        k = self.policy.next_k(limit)
+        self.chosen[limit].add(k)
+        return k
+
+
+POLICIES = {
+    "one more than accepted": OneMoreThanAccepted,
+    # Few expected tests and a short memory: each round moves it.
+    "adaptive": lambda: AdaptiveK(0.4, [1.0, 1.05, 1.1], 0.8, weight=0.5, memory=2.0),
+}
+
+
+@both_rules
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    ("vocabulary", "zeros", "threshold", "length"), [(2, False, 0.0, 6), (2, False, 0.4, 5), (3, True, 0.0, 5)]
+)
+def test_k_may_depend_on_the_past(vocabulary, zeros, threshold, length, name, rule):
+    """Whatever was accepted decides how much is drafted next; the law is the target's all the same."""
+    policy = Noted(POLICIES[name]())
+    target, draft = (scripted(seed, vocabulary, zeros) for seed in (0, 1))
+    options = {"verify": rule, "check_invariants": True}
+    assert_the_loop_is_lossless(target, ModelDrafter(draft, threshold), policy, length, **options)
+    assert max(len(numbers) for numbers in policy.chosen.values()) > 1  # else it was the place alone that decided
 
 
 def padded(draft, vocabulary, **options):

@@ -4,13 +4,15 @@ import json
 
 import pytest
 
-from pipeline.figures import prediction_record, speed_record
+from pipeline.figures import METHODS, prediction_record, speed_record
 from specdec.timing import TimedRun
 
 SPEEDUPS = (
     "speedup",
     "speedup_end_to_end",
     "speedup_over_fastest",
+    "speedup_over_hf_assisted",
+    "speedup_over_hf_assisted_end_to_end",
     "ar_over_hf",
     "ar_over_hf_end_to_end",
     "noise_floor",
@@ -22,17 +24,19 @@ def runs(tokens, decodes, prefills, first=0):
     return [TimedRun(p, d, tokens - first, tokens) for p, d in zip(prefills, decodes, strict=True)]
 
 
-# Medians: plain 12 s and, prompt included, 14; speculative 6 and 8; Hugging Face 5 and 35.
+# Medians: plain 12 s and, prompt included, 14; speculative 6 and 8; Hugging Face 5 and 35; with the draft 8 and 9.
 ONE = {
     "ar": runs(6, [10, 12, 30, 14, 11], [9, 0, 0, 0, 0]),
     "spec": runs(9, [6, 8, 4, 5, 100], [2] * 5),
     "hf": runs(6, [5, 5, 7, 5, 9], [30] * 5, first=1),
+    "hf_assisted": runs(6, [8, 8, 8, 7, 9], [1] * 5, first=3),
 }
-# Medians: 4 and 5; 1 and 3; 3 and 33.
+# Medians: 4 and 5; 1 and 3; 3 and 33; 2 and 6.
 TWO = {
     "ar": runs(2, [3, 5, 4, 4, 4], [1] * 5),
     "spec": runs(2, [1, 1, 1, 1, 1], [2] * 5),
     "hf": runs(2, [3, 3, 3, 3, 3], [30] * 5, first=1),
+    "hf_assisted": runs(2, [2] * 5, [4] * 5, first=2),
 }
 
 
@@ -47,6 +51,8 @@ def test_tokens_per_second_are_sums_of_tokens_over_sums_of_medians():
     assert record["ar_tokens_per_second"] == pytest.approx(8 / 16)
     assert record["spec_tokens_per_second"] == pytest.approx(11 / 7)
     assert record["hf_tokens_per_second"] == pytest.approx(6 / 8)  # its decode time paid for 5 + 1 tokens
+    assert record["hf_assisted_tokens_per_second"] == pytest.approx(3 / 10)  # 3 + 0: the first rounds gave the others
+    assert record["hf_assisted_end_to_end_tokens_per_second"] == pytest.approx(8 / 15)
     assert record["ar_end_to_end_tokens_per_second"] == pytest.approx(8 / 19)
     assert record["spec_end_to_end_tokens_per_second"] == pytest.approx(11 / 11)
     assert record["hf_end_to_end_tokens_per_second"] == pytest.approx(8 / 68)  # prompt included, for 6 + 2
@@ -58,6 +64,18 @@ def test_speedups_are_ratios_of_these():
     assert record["speedup_end_to_end"] == pytest.approx((11 / 11) / (8 / 19))
     assert record["ar_over_hf"] == pytest.approx((8 / 16) / (6 / 8))
     assert record["ar_over_hf_end_to_end"] == pytest.approx((8 / 19) / (8 / 68))
+    assert record["speedup_over_hf_assisted"] == pytest.approx((11 / 7) / (3 / 10))
+    assert record["speedup_over_hf_assisted_end_to_end"] == pytest.approx((11 / 11) / (8 / 15))
+
+
+def test_a_method_that_was_not_timed_has_no_figures():
+    prompts = [{name: runs for name, runs in p.items() if name != "hf_assisted"} for p in [ONE] * 6 + [TWO] * 6]
+    record = speeds(*prompts)
+    missing = [key for key, value in record.items() if value is None]
+    assert missing == [key for key in record if "hf_assisted" in key] and len(missing) == 8
+    assert {key: value for key, value in record.items() if key not in missing} == {
+        key: value for key, value in speeds(*[ONE] * 6, *[TWO] * 6).items() if key not in missing
+    }
 
 
 def test_the_fastest_baseline_is_the_one_that_decodes_fastest():
@@ -90,6 +108,7 @@ def test_prompts_are_drawn_with_all_their_methods():
             "ar": runs(n, [2 * n, 2 * n], [4, 4]),
             "spec": runs(n, [n, n], [2, 2]),
             "hf": runs(n + 1, [n, n], [0, 0], first=1),
+            "hf_assisted": runs(n, [n, n], [0, 0]),
         }
         for n in range(1, 14)
     ]
@@ -100,9 +119,9 @@ def test_prompts_are_drawn_with_all_their_methods():
 
 
 def test_a19_a_clock_that_stands_still_gives_none():
-    still = {name: runs(4, [0.0] * 5, [0.0] * 5) for name in ("ar", "spec", "hf")}
+    still = {name: runs(4, [0.0] * 5, [0.0] * 5) for name in METHODS}
     record = speeds(*[still] * 12)
-    for name in ("ar", "spec", "hf"):
+    for name in METHODS:
         assert record[f"{name}_tokens_per_second"] is record[f"{name}_end_to_end_tokens_per_second"] is None
     for key in SPEEDUPS:
         assert record[key] is record[f"{key}_lo"] is record[f"{key}_hi"] is None
@@ -113,7 +132,7 @@ def test_a19_a_clock_that_stands_still_gives_none():
 
 
 def test_a_method_that_decoded_nothing_has_no_speed():
-    record = speeds({name: runs(1, [1.0] * 5, [1.0] * 5, first=int(name == "hf")) for name in ("ar", "spec", "hf")})
+    record = speeds({name: runs(1, [1.0] * 5, [1.0] * 5, first=int(name == "hf")) for name in METHODS})
     assert record["ar_over_hf"] is None
     assert record["hf_end_to_end_tokens_per_second"] == 0.5
     assert record["hf_tokens_per_second"] is None

@@ -448,7 +448,7 @@ def test_every_round_is_one_target_forward():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"k": -1}, "k is -1; allowed: an integer of at least 0"),
+        ({"k": -1}, "k is -1; allowed: an integer of at least 0, or a KPolicy"),
         ({"k": 2.5}, r"k is 2\.5; allowed"),
         ({"k": True}, "k is True; allowed"),
         ({"k": "four"}, "k is 'four'; allowed"),

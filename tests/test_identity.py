@@ -1,5 +1,6 @@
 """A differing token is a tie only where the target says so; anything else is a fault."""
 
+import copy
 import math
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -9,19 +10,23 @@ import torch
 from stand_ins import ScriptedModel, nearby, random_table, tiny_gpt2, tiny_llama
 
 from pipeline import greedy_identity
-from specdec import identity
+from specdec import identity, llama
 from specdec.drafters import ModelDrafter
 from specdec.errors import InputError
 from specdec.generate import autoregressive_generate, speculative_generate
 from specdec.identity import (
     DEVICE_ERROR,
+    RUNNER_ERROR,
     TIE_GAP,
     IdentityReport,
     check_device,
     check_greedy_identity,
+    check_runner,
     emitted_gaps,
 )
+from specdec.llama import LlamaDecoder
 from specdec.quantize import bfloat16_copy, int8_copy
+from specdec.runners import KERNELS, runner
 
 PROMPT = torch.tensor([[1, 2]])
 
@@ -181,3 +186,74 @@ def test_a_model_comes_back_from_the_cpu_as_it_was(fails):
     after = model.state_dict()
     assert all(torch.equal(after[name], value) and after[name].dtype == value.dtype for name, value in before.items())
     assert not any(parameter.is_inference() for parameter in model.parameters())
+
+
+# The check of a runner
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("length", [1, 2, 5, 40])
+def test_a_sound_runner_passes_with_a_prompt_of_any_length(length, kernels):
+    prompt = torch.arange(length)[None] % 40
+    for model in (tiny_llama(), tiny_llama(1, tie_word_embeddings=True)):
+        error = check_runner(runner(model, kernels), model, prompt)
+        assert error == 0 if kernels == "default" else 0 < error < RUNNER_ERROR / 10
+        for copied in (bfloat16_copy, int8_copy):
+            low = copied(model)
+            check_runner(runner(low, kernels, draft=True), low, prompt)
+    if kernels == "packed":
+        assert check_runner(runner(tiny_gpt2(), kernels), tiny_gpt2(), prompt) < RUNNER_ERROR / 10
+
+
+def wrong_rows(rows, wrong):
+    """Matrices that run wrongly on so many rows and well on others."""
+
+    def linear(layers):
+        run = llama.plain_linear(layers)
+        return lambda x: wrong(run(x)) if len(x) == rows else run(x)
+
+    return linear
+
+
+def late(tables):
+    """Positions one too large, but for the first pass."""
+    return lambda rotary, start, end: tables(rotary, start + (start > 0), end + (start > 0))
+
+
+FAULTS = {
+    "the weights of another model": lambda model: LlamaDecoder(nearby(model, 0.01)),
+    "one row": lambda model: LlamaDecoder(model, wrong_rows(1, lambda y: y * 1.001)),
+    "two rows": lambda model: LlamaDecoder(model, wrong_rows(2, lambda y: y * 1.001)),
+    "five rows": lambda model: LlamaDecoder(model, wrong_rows(5, lambda y: y * 1.001)),
+    "not a number": lambda model: LlamaDecoder(model, wrong_rows(1, lambda y: y * float("nan"))),
+    "the epsilon of the norms": lambda model: LlamaDecoder(with_epsilon(model, 1e-3)),
+}
+
+
+def with_epsilon(model, epsilon):
+    clone = copy.deepcopy(model)
+    for module in clone.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = epsilon
+    return clone
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_runner_that_computes_something_else_is_refused(fault):
+    model = tiny_llama()
+    with pytest.raises(
+        InputError, match=r"of LlamaForCausalLM as a LlamaDecoder differ from transformers' by .*0\.001, or"
+    ):
+        check_runner(FAULTS[fault](model), model, torch.arange(12)[None])
+
+
+@pytest.mark.parametrize("copied", [lambda model: model, bfloat16_copy, int8_copy])
+def test_positions_that_go_wrong_behind_the_prompt_are_noticed_in_any_format(copied, monkeypatch):
+    model = copied(tiny_llama())
+    check_runner(LlamaDecoder(model), model, torch.arange(40)[None])
+    monkeypatch.setattr(llama._Rotary, "tables", late(llama._Rotary.tables))
+    with pytest.raises(InputError, match="differ from transformers' by"):
+        check_runner(LlamaDecoder(model), model, torch.arange(40)[None])
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="differ from transformers' by"):
+        check_runner(LlamaDecoder(model, wrong_rows(1, lambda y: y.roll(1, -1))), model, torch.arange(40)[None])

@@ -226,7 +226,7 @@ class WithoutTheFirstToken(CachedModel):
         return super().forward(tokens[1:] if self.length == 0 else tokens, keep)
 
 
-TARGET, DRAFT = (generate, "CachedModel"), (drafters, "CachedModel")
+TARGET, DRAFT = (generate, "open_cache"), (drafters, "open_cache")
 SILENT, VISIBLE = True, False
 # Whose cache is at fault, how, in which model, what the check says, and whether the text is that of plain decoding all the same.
 FAULTS = {

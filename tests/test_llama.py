@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from stand_ins import tiny_gpt2, tiny_llama, tiny_mistral
+from sync_deps import closure
 from torch import nn
 
 from specdec.cache import CachedModel, context_length
@@ -260,6 +261,13 @@ def test_how_matrices_run_can_be_chosen():
     decoder = LlamaDecoder(model, noted)
     assert places == [3, 1, 2, 1] * 2 + [1]
     assert_same(decoder.open().forward(text), uncached(model, text))
+
+
+def test_what_decodes_imports_nothing_of_what_rounds_or_chooses():
+    """A stage depends on every module that it imports; else a change of how weights are rounded would re-time all models."""
+    modules = {"lowbit", "gptq", "awq", "policy", "theory", "generate", "drafters"}
+    assert not {f"specdec/{name}.py" for name in modules} & closure("specdec/runners.py")
+    assert "specdec/policy.py" not in closure("specdec/generate.py")
 
 
 # The check

@@ -29,7 +29,8 @@ CONTEXTS = {"contexts@few-model-draft"}
 ALPHAS = {f"quantized_alpha@few-model-draft-{variant}" for variant in ("bf16", "w4-row-gptq")}
 LOOPS = {"quantized_loop@few-model-draft-w4-row-gptq"}
 QUANTIZED_BENCHMARKS = {"quantized_benchmark@tiny-model-draft-w8-row-sym-rtn"}
-TIMED = {"toy_benchmark"} | HF_BENCHMARKS | QUANTIZED_BENCHMARKS
+COST_CURVES = {f"cost_curve@tiny-{pair}" for pair in PAIRS}
+TIMED = {"toy_benchmark"} | HF_BENCHMARKS | QUANTIZED_BENCHMARKS | COST_CURVES
 SWEEPS_K = {f"sweep_k@tiny-{pair}-{k}" for pair in PAIRS for k in (1, 2)}
 SWEEPS_TEMPERATURE = {f"sweep_temperature@tiny-{pair}-1.0" for pair in PAIRS}
 BLOCK = {"sweep_block@tiny-int8-1.0"}
@@ -37,7 +38,7 @@ CONFIDENCE = {"sweep_confidence@tiny-int8-0.0", "sweep_confidence@tiny-int8-0.5"
 IDENTITY = {"greedy_identity@tiny-int8-bfloat16"}
 TOY_SWEEPS = {"toy_sweep_k@1", "toy_sweep_k@2", "toy_sweep_temperature@0.2"}
 PROMPTED = SWEEPS_K | SWEEPS_TEMPERATURE | HF_BENCHMARKS | BLOCK | CONFIDENCE | IDENTITY | QUANTIZED_BENCHMARKS
-CELLS = PROMPTED | ALPHAS | LOOPS | TOY_SWEEPS | {"toy_benchmark"}
+CELLS = PROMPTED | ALPHAS | LOOPS | TOY_SWEEPS | COST_CURVES | {"toy_benchmark"}
 DOWNLOADS = {f"download@{pair}" for pair in PAIRS}
 LAST = {"tables", "plot", "report"}
 FIRST_SWEEP = "sweep_k@tiny-int8-1"
@@ -102,8 +103,8 @@ def unmeasured(tmp_path_factory):
 
 def of_pair(pair):
     """All that the pair's draft is read for."""
-    names = (f"@tiny-{pair}-", f"@few-{pair}-", f"download@{pair}")
-    return {name for name in CELLS | DOWNLOADS if any(part in name for part in names)}
+    names = (f"@tiny-{pair}-", f"@few-{pair}-", f"download@{pair}-", f"cost_curve@tiny-{pair}-")
+    return {name for name in CELLS | DOWNLOADS if any(part in f"{name}-" for part in names)}
 
 
 TINY_K, TINY_SIZE = "    k: [1, 2]\n", "    prompts_per_category: 2\n    max_new_tokens: "
@@ -123,7 +124,7 @@ CHANGES = {
     "a model": ("path: models/draft", "path: models/target", DOWNLOADS),  # cells depend on what these find out
     "more tokens": (f"{TINY_SIZE}4", f"{TINY_SIZE}5", PROMPTED | {"tables"}),
     "categories": (", rag]", "]", PROMPTED),
-    "seed": ("seed: 0", "seed: 1", (CELLS - IDENTITY - ALPHAS) | CONTEXTS),
+    "seed": ("seed: 0", "seed: 1", (CELLS - IDENTITY - ALPHAS - COST_CURVES) | CONTEXTS),
     "k while the temperature varies": (
         "0, k: 2",
         "0, k: 3",
@@ -135,7 +136,7 @@ CHANGES = {
         SWEEPS_K | HF_BENCHMARKS | CONFIDENCE | QUANTIZED_BENCHMARKS,
     ),
     "top_p": ("top_p: null", "top_p: 0.9", PROMPTED - IDENTITY),
-    "verifier": ("verifier: token", "verifier: block", CELLS - BLOCK - IDENTITY - ALPHAS - LOOPS),
+    "verifier": ("verifier: token", "verifier: block", CELLS - BLOCK - IDENTITY - ALPHAS - LOOPS - COST_CURVES),
     "a confidence threshold": (
         "    confidence: [0.0, 0.5]\n",
         "    confidence: [0.0, 0.7]\n",
@@ -152,7 +153,17 @@ CHANGES = {
         {"quantized_alpha@few-model-draft-w3-g16-awq", "tables"},
     ),
     "longer contexts": ("    max_new_tokens: 6\n", "    max_new_tokens: 7\n", CONTEXTS | LOOPS),
-    "timed runs": ("timing: {runs: 2", "timing: {runs: 3", TIMED),
+    "timed runs": ("timing: {runs: 2", "timing: {runs: 3", HF_BENCHMARKS | QUANTIZED_BENCHMARKS),
+    "warm-up": ("warmup: 1", "warmup: 2", TIMED - COST_CURVES),
+    "the number format of timed runs": ("dtype: float32", "dtype: bfloat16", TIMED),
+    # Times only: acceptance is that of the models, whatever runs them.
+    "kernels": ("kernels: default}", "kernels: packed}", HF_BENCHMARKS | QUANTIZED_BENCHMARKS),
+    "kernels compared": (
+        "    kernels_compared: [default, joined, packed]\n",
+        "    kernels_compared: [default, packed]\n",
+        COST_CURVES | {"tables"},
+    ),
+    "rows of the cost curve": ("{rows: 2", "{rows: 3", COST_CURVES),
     "toy runs": ("  runs: 2\n", "  runs: 3\n", {"toy_benchmark", "tables"}),
     "toy tokens": ("  max_new_tokens: 8\n", "  max_new_tokens: 9\n", TOY_SWEEPS | {"toy_benchmark", "tables"}),
     "toy k gains a value": ("toy:\n  k: [1, 2]", "toy:\n  k: [1, 2, 3]", {"toy_sweep_k@3", "toy_benchmark", "tables"}),
@@ -264,6 +275,7 @@ def test_another_study_and_back(stood_in):
     stood_in.replace("params.yaml", "study: *tiny", "study: *other")
     other = {"sweep_k@other-lookup-2", "sweep_temperature@other-lookup-1.0", "hf_benchmark@other-lookup-2"}
     other |= {
+        "cost_curve@other-lookup",
         "sweep_block@other-lookup-1.0",
         "sweep_confidence@other-lookup-0.0",
         "greedy_identity@other-lookup-bfloat16",
@@ -376,6 +388,20 @@ WRONG = {
         1,
         "int8/1.json cannot be read (No such file or directory); bring it back with `git",
     ),
+    "cost curve pair": (
+        ["pipeline/cost_curve.py", "--pair", "nosuch", *OUT],
+        1,
+        "The pair 'nosuch' is not in params.yaml; allowed: int8, lookup",
+    ),
+    "profile pair": (["pipeline/profile_step.py", "--pair", "nosuch"], 1, "The pair 'nosuch' is not in params.yaml"),
+    "profile rows 0": (["pipeline/profile_step.py", "--pair", "int8", "--rows", "0"], 2, "--rows is 0; allowed"),
+    "kernels": ([*TOY, "--kernels", "fast"], 2, "argument --kernels: invalid choice: 'fast'"),
+    "kernels of the toy": (
+        [*TOY, "--kernels", "joined"],
+        1,
+        "kernels is 'joined' for a GPT2LMHeadModel; allowed: default",
+    ),
+    "chat kernels": ([*CHAT, "models/target", "--kernels", "fast"], 2, "argument --kernels: invalid choice: 'fast'"),
     "plot": (
         ["pipeline/plot.py"],
         1,
@@ -455,6 +481,16 @@ WRONG_PARAMS = {
     "temperature nan": ("temperature: 0.0", "temperature: .nan", "decoding.temperature is NaN; allowed"),
     "top_p 0": ("top_p: null", "top_p: 0", "decoding.top_p is 0; allowed: null or numbers above 0 and up to 1"),
     "top_p 1.5": ("top_p: null", "top_p: 1.5", "decoding.top_p is 1.5; allowed"),
+    "kernels": (
+        "kernels: default}",
+        "kernels: fast}",
+        'timing.kernels is "fast"; allowed: default or joined or packed',
+    ),
+    "kernels on spread": (
+        "device: cpu, dtype: float32, threads: 1, kernels: default}",
+        "device: cpu, dtype: float16, threads: 1, kernels: packed}",
+        "timing.kernels is packed, and the pair int8 is timed on cpu in float16; allowed: cpu and float32, or",
+    ),
     "dot": ("  misfit: {target: t", "  gpt2.5: {target: t", 'gpt2.5"; allowed: names of letters, digits, - and _'),
 }
 
@@ -610,11 +646,17 @@ def test_a19_every_result_is_there(measured_once, params):
         "hf_benchmark",
         "toy_sweep_k",
         "toy_sweep_temperature",
+        "cost_curve",
     ],
 )
 def test_the_cells_of_a_stage_have_the_same_keys(records, stage):
     (keys,) = {frozenset(record) for record in family(records, stage)}
-    assert {"k", "temperature", "alpha", "mean_acceptance_length"} <= keys
+    wanted = (
+        {"curves", "bytes_per_second"}
+        if stage == "cost_curve"
+        else {"k", "temperature", "alpha", "mean_acceptance_length"}
+    )
+    assert wanted <= keys
 
 
 def test_a13_f13_what_was_asked_for_is_what_was_measured(records, params):
@@ -624,6 +666,11 @@ def test_a13_f13_what_was_asked_for_is_what_was_measured(records, params):
         assert record.get("verifier", "token") == ("block" if stage == "sweep_block" else "token")
         if stage == "greedy_identity":
             assert (record["k"], record["dtype"], record["faults"]) == (params.decoding.k, "bfloat16", 0)
+            continue
+        if stage == "cost_curve":
+            kernels = params.study.kernels_compared
+            assert [c["kernels"] for c in record["curves"]] == kernels * (1 if record["draft"] == "lookup" else 2)
+            assert {c["context"] for c in record["curves"]} == {8} and (record["rows"], record["runs"]) == (2, 2)
             continue
         if stage == "quantized_alpha":
             assert record["variant"] in axes and record["temperatures"] == [0.0, 0.7, 1.0]

@@ -32,6 +32,7 @@ from pipeline.study import Pair
 from pipeline.timed import Setting, TextPrompt
 from pipeline.weights import LoadedPair, load_pair
 from specdec import generate, identity
+from specdec.cache import CachedModel
 from specdec.chance import GeneratorChooser
 from specdec.drafters import Draft, ModelDrafter, PromptLookupDrafter
 from specdec.errors import InputError
@@ -293,7 +294,7 @@ def largest_gap_in_ulps(target, prompt, tokens):
     return float((gaps.below_best / gaps.ulp).max())
 
 
-class OneTooFew(generate.CachedModel):
+class OneTooFew(CachedModel):
     """A rollback leaves one rejected token in the cache."""
 
     def rollback(self, length):
@@ -307,7 +308,7 @@ def test_a10_the_limit_lets_no_fault_of_the_cache_pass(seed, monkeypatch):
     options = {"drafter": drafter, "k": 4, "max_new_tokens": 40}
     sound = speculative_generate(target, prompt, **options).new_tokens
     assert largest_gap_in_ulps(target, prompt, sound) <= NEAR_TIE_ULPS
-    monkeypatch.setattr(generate, "CachedModel", OneTooFew)
+    monkeypatch.setattr(generate, "open_cache", OneTooFew)
     faulty = speculative_generate(target, prompt, **options).new_tokens
     assert largest_gap_in_ulps(target, prompt, faulty) > 10 * NEAR_TIE_ULPS
 

@@ -25,7 +25,7 @@ from pipeline.study import Params
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = Path("plots/fake")
 NAMES = {
-    *("tokens_per_round", "acceptance_per_position", "acceptance_vs_temperature", "speedup", "toy"),
+    *("tokens_per_round", "acceptance_per_position", "acceptance_vs_temperature", "speedup", "cost_curve", "toy"),
     *("block_verification", "confidence"),
     *("quantized_alpha", "quantized_speedup", "break_even"),
 }
@@ -196,6 +196,44 @@ def test_speedup_writes_every_value_beside_its_row(study: Params, figures: dict[
     written = {text.get_text() for text in ax.texts}
     assert written == {f"{v:.2f}×" for c in ("speedup", "speedup_over_fastest") for v in benchmark[c]}
     assert [label.get_text() for label in ax.get_yticklabels()] == [f"{pair}, k = 4" for pair in study.study.pairs]
+
+
+def test_the_cost_curve_shows_every_curve_and_the_roof(study: Params, figures: dict[str, Figure]) -> None:
+    """A row of panels per pair; the pair whose draft copies text has one panel."""
+    table = read_table(FOLDER, "cost_curve")
+    axes = figures["cost_curve"].axes
+    titles = [
+        "small_int8: target small",
+        "small_int8: draft int8",
+        "small_bf16: target small",
+        "small_bf16: draft bf16",
+    ]
+    assert [ax.get_title() for ax in axes] == [*titles, "small_lookup: target small"]
+    for panel, (pair, role) in enumerate(
+        (pair, role) for pair in ("small_int8", "small_bf16") for role in ("target", "draft")
+    ):
+        part = table[(table["pair"] == pair) & (table["role"] == role)]
+        curves = [points["seconds"].tolist() for _, points in part.groupby(["kernels", "context"], sort=False)]
+        assert len(curves) == 6
+        assert lines_of(figures["cost_curve"], panel, "-") == [
+            pytest.approx([1000 * s for s in curve]) for curve in curves
+        ]
+        roof = part["roof_seconds"].iloc[:16].tolist()
+        assert lines_of(figures["cost_curve"], panel, "--") == [pytest.approx([1000 * s for s in roof])]
+        assert len(axes[panel].collections) == 6, "interval bars"
+
+
+def test_kernels_that_were_not_run_have_no_line(study: Params) -> None:
+    path = cells.cost_curve("fake", "small_int8")
+    curves = cells.read_json(path)["curves"]
+    unknown: dict[str, Any] = dict.fromkeys(("seconds", "seconds_lo", "seconds_hi"), [None] * 16)
+    curves = [c | (unknown | {"refusal": "why"} if c["kernels"] == "joined" else {}) for c in curves]
+    fake_cells.edit(path, curves=curves)
+    tables.main()
+    with matplotlib.rc_context(plot.STYLE):
+        figure = plot.draw(FOLDER)["cost_curve"]
+    heights = lines_of(figure, 0, "-")
+    assert sum(np.isnan(line).all() for line in heights) == 2 and sum(np.isfinite(line).all() for line in heights) == 4
 
 
 def test_the_smallest_study_without_intervals_or_acceptances_is_drawn(

@@ -17,6 +17,7 @@ from specdec.theory import expected_tokens_per_round
 
 FOLDER = Path("plots/fake")
 BENCHMARK = cells.hf_benchmark("fake", "small_int8", 4)
+COSTS = "What a pass over several tokens costs"
 STOPPING, IDENTITY = "Stopping the draft early", "Greedy identity in other number formats"
 
 
@@ -239,6 +240,65 @@ def test_the_noise_floor_is_printed(study: Params) -> None:
 def test_how_often_hugging_face_gave_the_same_text_is_printed(study: Params) -> None:
     rows = table(section(text(), "Baselines and noise"))
     assert [row["HF output equal"] for row in rows] == ["11 of 12", "–", "11 of 12"]
+
+
+def test_generate_with_the_draft_is_a_baseline(study: Params) -> None:
+    record = cells.read_json(BENCHMARK)
+    row = table(section(text(), "Baselines and noise"))[0]
+    ends = [f"{record[f'speedup_over_hf_assisted{end}']:.2f}" for end in ("", "_lo", "_hi")]
+    assert row["HF with the draft, tok/s"] == "16.0" and row["its output equal"] == "10 of 12"
+    assert row["speed-up over it"] == "{} [{}, {}]".format(*ends)
+    unknown = dict.fromkeys(f"speedup_over_hf_assisted{end}" for end in ("", "_lo", "_hi"))
+    fake_cells.edit(BENCHMARK, **unknown, hf_assisted_tokens_per_second=None, hf_assisted_identical_prompts=None)
+    row = table(section(text(), "Baselines and noise"))[0]
+    assert [row[key] for key in ("HF with the draft, tok/s", "speed-up over it", "its output equal")] == [
+        "–",
+        "– [–]",
+        "–",
+    ]
+
+
+def test_the_header_names_the_kernels(study: Params) -> None:
+    assert "float32, default kernels; torch" in report.readme_part(text())
+    fake_cells.edit(BENCHMARK, kernels="packed")
+    assert "float32, packed / default kernels; torch" in report.readme_part(text())
+
+
+def test_what_a_pass_costs_is_told_by_kernels(study: Params) -> None:
+    told = section(text(), COSTS)
+    rows = table(told)
+    assert len(rows) == (3 + 2) * 3 * 2
+    assert [tuple(rows[4].values())[:4]] == [("small_int8", "target small", "packed", "64")]
+    one = 1000 * (0.03 + 64e-6)
+    roof = 1000 * fake_cells.WEIGHT_BYTES / 20e9
+    assert rows[4]["T(1), ms"] == f"{one:.1f} [{0.98 * one:.1f}, {1.02 * one:.1f}]"
+    assert [rows[4][f"T({n}) / T(1)"] for n in (2, 5, 9, 16)] == ["1.10", "1.40", "1.80", "2.50"]
+    assert rows[4]["T(1) / roof"] == f"{one / roof:.2f}"
+    assert "Memory bandwidth 20.0 GB/s, arithmetic 100.0 GFLOP/s in float32." in told
+    c = fake_cells.C["small_int8"]
+    assert (
+        f"- `small_int8`, behind 64 tokens: the target's T(1) is least with packed kernels, {50.064 / one:.2f} times as fast as "
+        f"default; c = T_draft(1) / T_target(1) is {c:.3f} with default, {c:.3f} with joined, {c:.3f} with packed.\n"
+    ) in told
+    (lookup,) = [line for line in told.splitlines() if line.startswith("- `small_lookup`")]
+    assert lookup.endswith("times as fast as default.")
+
+
+def test_kernels_that_were_not_run_are_named(study: Params) -> None:
+    path = cells.cost_curve("fake", "small_int8")
+    record = cells.read_json(path)
+    unknown: dict[str, Any] = dict.fromkeys(("seconds", "seconds_lo", "seconds_hi"), [None] * 16)
+    curves = [
+        c | (unknown | {"refusal": "for a reason"} if c["kernels"] != "default" else {}) for c in record["curves"]
+    ]
+    fake_cells.edit(path, curves=curves, bytes_per_second=None, operations_per_second=30e9)
+    told = section(text(), COSTS)
+    assert [row["T(1), ms"] for row in table(told)[2:6]] == ["– [–]"] * 4 and "nan" not in told
+    assert "least with default kernels; c = T_draft(1) / T_target(1) is 0.450 with default." in told
+    for role in ("target", "draft"):
+        for kernels in ("joined", "packed"):
+            assert f"- `small_int8`, {role}, {kernels} not run: for a reason." in told
+    assert "arithmetic 30.0 to 100.0 GFLOP/s" in told
 
 
 def test_both_verifiers_stand_side_by_side(study: Params) -> None:

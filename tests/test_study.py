@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from pipeline import cells, hardware
 from pipeline.hardware import describe, linux_cpu_name
 from pipeline.run_study import provenance, study_cells, update_readme
-from pipeline.study import DEVICES, HubModel, LocalModel, WheelModel, load_params, pair_spec
+from pipeline.study import DEVICES, KERNELS, HubModel, LocalModel, WheelModel, load_params, pair_spec
 from specdec.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -183,6 +183,18 @@ def test_a_pair_may_have_a_device_of_its_own(tmp_path, device):
         (("timing", "device"), "gpu", 'timing.device is "gpu"; allowed: auto or cpu or cuda or mps or spread.'),
         (("timing", "dtype"), "int8", 'timing.dtype is "int8"; allowed: float32 or bfloat16 or float16.'),
         (("timing", "threads"), 0, "timing.threads is 0; allowed: null or integers of at least 1."),
+        (("timing", "kernels"), "fast", 'timing.kernels is "fast"; allowed: default or joined or packed.'),
+        (("timing", "kernels"), None, "timing.kernels is null; allowed: default or joined or packed."),
+        (("timing", "kernels"), ["packed"], 'timing.kernels is ["packed"]; allowed: default or joined or packed.'),
+        (("timing", "kernels"), MISSING, "timing.kernels is missing, but every key needs a value."),
+        (("study", "kernels_compared", 1), "oneDNN", 'study.kernels_compared[1] is "oneDNN"; allowed: default or joined or'),
+        (("study", "kernels_compared"), ["packed"] * 2, 'study.kernels_compared is ["packed", "packed"]; allowed: lists without'),
+        (("study", "kernels_compared"), [], "study.kernels_compared is []; allowed: lists of at least one value."),
+        (("cost_curve", "rows"), 0, "cost_curve.rows is 0; allowed: integers of at least 1."),
+        (("cost_curve", "contexts", 0), 0, "cost_curve.contexts[0] is 0; allowed: integers of at least 1."),
+        (("cost_curve", "contexts"), [64, 64], "cost_curve.contexts is [64, 64]; allowed: lists without repeats."),
+        (("cost_curve", "runs"), 1, "cost_curve.runs is 1; allowed: integers of at least 2."),
+        (("cost_curve", "k"), 1, "cost_curve.k is not a known key; allowed: rows, contexts, runs."),
         (("timing",), MISSING, "timing is missing, but every key needs a value."),
         (("toy", "temperature", 0), 2, "toy.temperature[0] is 2; allowed: numbers above 0 written with a decimal point"),
         (("study", "quantized_pairs"), [], "study.quantized_pairs is []; allowed: lists of at least one value."),
@@ -282,6 +294,7 @@ def test_hardware_stops_bad_input_before_it_touches_anything(tmp_path):
         "no context prompts": changed(("context_prompts",), "gone.jsonl"),
         "too few for contexts": changed(("contexts", "full", "calibration_per_category"), 4),
         "device": changed(("timing", "device"), "mps" if sys.platform != "darwin" else "cuda"),
+        "kernels": changed(("timing",), {**GOOD["timing"], "device": "cpu", "dtype": "bfloat16", "kernels": "packed"}),
     }.items():
         (tmp_path / "params.yaml").write_text(text, encoding="utf-8")
         done = run_hardware(tmp_path)
@@ -335,6 +348,36 @@ def test_devices_that_are_here(monkeypatch, here, allowed):
             assert str(caught.value) == (
                 f"params.yaml: pairs.p.device is {device}, which is not on this machine; allowed: {allowed}."
             )
+
+
+def test_the_kernels_are_those_of_the_library():
+    """Named twice, for importing the library takes seconds, and every stage reads params.yaml."""
+    from specdec import runners
+
+    assert KERNELS == runners.KERNELS
+
+
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "device", "here", "fault"),
+    [
+        ("packed", "float32", "auto", {}, None),
+        ("packed", "float32", "cpu", {"cuda": "some GPU"}, None),
+        ("packed", "float32", "auto", {"cuda": "some GPU"}, "packed, and the pair p is timed on cuda in float32; allowed: cpu"),
+        ("packed", "bfloat16", "cpu", {}, "packed, and the pair p is timed on cpu in bfloat16; allowed: cpu and float32, or"),
+        ("packed", "float32", "spread", {}, "packed, and the pair p is timed on spread in float32; allowed: cpu and float32"),
+        ("joined", "bfloat16", "auto", {"cuda": "some GPU"}, None),
+        ("joined", "float32", "spread", {}, "joined, and the pair p is timed on spread; allowed: one device, or timing.kernels:"),
+        ("default", "float16", "spread", {"mps": "mps"}, None),
+    ],
+)  # fmt: skip
+def test_kernels_that_cannot_run_where_a_pair_is_timed_are_refused(monkeypatch, kernels, dtype, device, here, fault):
+    monkeypatch.setattr(hardware, "accelerators", lambda: here)
+    if fault is None:
+        hardware.check_kernels(kernels, dtype, {"p": device})
+    else:
+        with pytest.raises(InputError) as caught:
+            hardware.check_kernels(kernels, dtype, {"p": device})
+        assert str(caught.value).startswith(f"params.yaml: timing.kernels is {fault}")
 
 
 def test_threads_of_params_yaml_are_part_of_the_fingerprint():

@@ -15,7 +15,7 @@ from specdec.errors import InputError
 from specdec.theory import expected_tokens_per_round, iid_acceptance_length
 
 NAMES = {
-    *("sweep_k", "sweep_temperature", "acceptance_per_position", "hf_benchmark"),
+    *("sweep_k", "sweep_temperature", "acceptance_per_position", "hf_benchmark", "cost_curve"),
     *("sweep_block", "sweep_confidence", "greedy_identity"),
     *("quantized_alpha", "quantized_contrasts", "quantized_loop", "quantized_benchmark"),
     *("toy_k", "toy_temperature", "toy_acceptance_per_position", "toy_benchmark"),
@@ -59,6 +59,29 @@ def test_what_the_new_tables_hold_is_what_their_cells_hold(study: Params) -> Non
     assert not {"divergence_ulps", "first_divergences"} & {*gathered["greedy_identity"]}
 
 
+def test_every_n_of_every_curve_is_a_row(study: Params) -> None:
+    table = tables.gather(study)["cost_curve"]
+    record = cells.read_json(cells.cost_curve("fake", "small_bf16"))
+    kernels, contexts, rows = study.study.kernels_compared, study.cost_curve.contexts, study.cost_curve.rows
+    assert len(table) == (3 + 2) * len(kernels) * len(contexts) * rows  # the draft that copies text has no curve
+    part = table[(table["pair"] == "small_bf16") & (table["role"] == "draft") & (table["kernels"] == "joined")]
+    part = part[part["context"] == 512]
+    (curve,) = [c for c in record["curves"] if (c["role"], c["kernels"], c["context"]) == ("draft", "joined", 512)]
+    assert part["n"].tolist() == list(range(1, rows + 1))
+    for key in ("seconds", "seconds_lo", "seconds_hi", "roof_seconds"):
+        assert part[key].tolist() == curve[key]
+    assert set(part["model"]) == {"bf16"} and set(part["bytes_per_second"]) == {record["bytes_per_second"]}
+
+
+def test_a_curve_without_a_needed_key_is_named(study: Params) -> None:
+    path = cells.cost_curve("fake", "small_int8")
+    curves = cells.read_json(path)["curves"]
+    del curves[3]["roof_seconds"]
+    fake_cells.edit(path, curves=curves)
+    with pytest.raises(InputError, match=f"^{path} lacks the key roof_seconds"):
+        tables.gather(study)
+
+
 def test_a_timed_cell_needs_no_gain_and_a_sweep_does(study: Params) -> None:
     assert "block_gain" not in tables.gather(study)["hf_benchmark"]
     path = cells.sweep_temperature("fake", "small_lookup", 0.3)
@@ -89,7 +112,7 @@ def test_a_cell_that_the_study_does_not_declare_is_left_out(study: Params) -> No
     [
         *("sweep_k/fake/small_bf16/2.json", "toy/temperature/0.2.json", "toy/benchmark.json"),
         *("sweep_block/fake/small_int8/1.0.json", "sweep_confidence/fake/small_int8/0.4.json"),
-        "greedy_identity/fake/small_int8/float16.json",
+        *("greedy_identity/fake/small_int8/float16.json", "cost_curve/fake/small_bf16.json"),
         *("quantized_alpha/few/small_int8/w3-row-rtn.json", "quantized_loop/few/small_int8/bf16.json"),
         "quantized_benchmark/fake/small_int8/w4-g64-gptq.json",
     ],
@@ -120,6 +143,10 @@ def test_a_missing_cell_is_named_and_no_table_is_touched(study: Params, path: st
         (cells.quantized_loop("few", "small_int8", "bf16"), "temperatures"),
         (cells.quantized_loop("few", "small_int8", "w4-g64-gptq"), "tested_1"),
         (cells.quantized_benchmark("fake", "small_int8", "bf16"), "draft_bytes"),
+        (cells.hf_benchmark("fake", "small_int8", 4), "kernels"),
+        (cells.hf_benchmark("fake", "small_int8", 4), "speedup_over_hf_assisted_hi"),
+        (cells.cost_curve("fake", "small_int8"), "bytes_per_second"),
+        (cells.cost_curve("fake", "small_int8"), "curves"),
     ],
 )
 def test_a_cell_without_a_needed_key_is_named(study: Params, path: Path, key: str) -> None:

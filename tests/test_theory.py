@@ -14,6 +14,7 @@ from specdec.theory import (
     iid_acceptance_length,
     optimal_k,
     predicted_speedup,
+    speedups,
     walltime_factor,
 )
 from specdec.verify import overlap, verify_tokens
@@ -71,6 +72,16 @@ def test_the_optimal_k_under_measured_verification_costs():
     assert optimal_k(0.8, 0.1, [1.0, 3.0, 4.0]) == 0
     assert optimal_k(0.8, 0.1, [1.0]) == 0
     assert optimal_k(0.9, 0.0, max_k=3) == 3
+
+
+def test_speed_ups_where_acceptance_depends_on_the_depth():
+    v = [1.0, 1.1, 1.2, 2.5, 2.6]
+    flat = speedups([0.8] * 4, 0.1, v)
+    assert flat == pytest.approx([expected_tokens_per_round(0.8, k) / (k * 0.1 + v[k]) for k in range(5)])
+    # 1 + a, 1 + a + ab, ... tokens
+    assert speedups([0.5, 0.9], 0.2, [1.0, 1.3, 1.4]) == pytest.approx([1, 1.5 / 1.5, 1.95 / 1.8])
+    assert speedups([0.5], 0.2, v) == pytest.approx([1, 1.5 / 1.3])  # the shorter one limits k
+    assert speedups([0.5, 0.5], 0.2, [2.0]) == [0.5]
 
 
 @pytest.mark.parametrize("v", [1.0, 1.3])

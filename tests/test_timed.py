@@ -14,9 +14,11 @@ import pytest
 import torch
 from stand_ins import ScriptedModel, Spy, disagreeing, nearby, random_table, tiny_gpt2
 
-from pipeline import timed
+from pipeline import methods, timed
 from pipeline.acceptance import prompt_generator
-from pipeline.timed import Outcome, Setting, TextPrompt, compare, cost_clock, identity_record
+from pipeline.figures import METHODS
+from pipeline.methods import Outcome, Setting, TextPrompt
+from pipeline.timed import compare, cost_clock, identity_record
 from specdec.drafters import Draft, ModelDrafter, PromptLookupDrafter
 from specdec.errors import InputError
 from specdec.generate import autoregressive_generate, speculative_generate
@@ -33,9 +35,12 @@ acceptance_per_position conditional_acceptance_per_position proposed_per_positio
 prompts new_tokens rounds proposed accepted tested ar_tokens_per_second spec_tokens_per_second hf_tokens_per_second
 ar_end_to_end_tokens_per_second spec_end_to_end_tokens_per_second hf_end_to_end_tokens_per_second speedup speedup_lo
 speedup_hi speedup_end_to_end speedup_end_to_end_lo speedup_end_to_end_hi speedup_over_fastest speedup_over_fastest_lo
-speedup_over_fastest_hi fastest_baseline ar_over_hf ar_over_hf_lo ar_over_hf_hi noise_floor noise_floor_lo
-noise_floor_hi cost_coefficient verify_cost_ratio target_seconds_1 target_seconds_k1 draft_seconds_1 predicted_speedup
-ideal_speedup iid_factor verify_cost_factor overhead_factor identical ties identical_prompts samples
+speedup_over_fastest_hi fastest_baseline hf_assisted_tokens_per_second hf_assisted_end_to_end_tokens_per_second
+speedup_over_hf_assisted speedup_over_hf_assisted_lo speedup_over_hf_assisted_hi kernels_logit_error
+draft_kernels_logit_error hf_identical_prompts hf_assisted_identical_prompts ar_over_hf ar_over_hf_lo ar_over_hf_hi
+noise_floor noise_floor_lo noise_floor_hi cost_coefficient verify_cost_ratio target_seconds_1 target_seconds_k1
+draft_seconds_1 predicted_speedup ideal_speedup iid_factor verify_cost_factor overhead_factor identical ties
+identical_prompts samples
 """
 
 GREEDY = Setting(3, SamplingConfig(), max_new_tokens=10, end_tokens=[], seed=0, runs=2, warmup=1)
@@ -106,7 +111,8 @@ def test_a_record_has_every_key_and_is_strict_json(target, drafter, setting):
     assert (record["prompts"], record["new_tokens"], record["unrepeatable_runs"]) == (3, 30, 0)
     assert 0 < record["alpha"] < 1
     assert record["first_divergences"] == record["divergence_gaps"] == [None] * 3
-    assert record["hf_identical_prompts"] == (3 if setting is GREEDY else None)
+    equal = 3 if setting is GREEDY else None
+    assert record["hf_identical_prompts"] == record["hf_assisted_identical_prompts"] == equal
 
 
 def test_a11_a_sample_keeps_every_run(target, drafter):
@@ -117,9 +123,9 @@ def test_a11_a_sample_keeps_every_run(target, drafter):
         (9, "qa", 2),
     ]
     for sample in samples:
-        assert sample["new_tokens"] == {"ar": 10, "spec": 10, "hf": 10}
+        assert sample["new_tokens"] == dict.fromkeys(METHODS, 10)
         for kind in ("prefill_seconds", "decode_seconds"):
-            assert {name: len(values) for name, values in sample[kind].items()} == {"ar": 3, "spec": 3, "hf": 3}
+            assert {name: len(values) for name, values in sample[kind].items()} == dict.fromkeys(METHODS, 3)
 
 
 def test_the_acceptance_is_that_of_the_loop(target, drafter):
@@ -134,7 +140,10 @@ def test_the_acceptance_is_that_of_the_loop(target, drafter):
 def test_a_drafter_without_a_model_is_compared_too(target, drafter):
     record = measured(target, drafter)
     assert record["identical"] == "identical"
+    # Hugging Face has a prompt lookup, and no drafter that is silent.
+    assert record["hf_assisted_identical_prompts"] == (None if isinstance(drafter, Silent) else 3)
     if isinstance(drafter, Silent):
+        assert record["hf_assisted_tokens_per_second"] is record["speedup_over_hf_assisted"] is None
         assert (record["proposed"], record["alpha"], record["mean_acceptance_length"]) == (0, None, 1)
         assert record["verify_cost_ratio"] == record["iid_factor"] == 1
 
@@ -151,8 +160,8 @@ def test_all_methods_stop_at_an_end_token(target, drafter):
     record = measured(target, drafter, replace(GREEDY, end_tokens=[end]))
     expected = [text.index(end) + 1 if end in text else 10 for text in texts]
     assert expected[0] <= 5
-    assert [s["new_tokens"] for s in record["samples"]] == [dict.fromkeys(("ar", "spec", "hf"), n) for n in expected]
-    assert record["hf_identical_prompts"] == 3
+    assert [s["new_tokens"] for s in record["samples"]] == [dict.fromkeys(METHODS, n) for n in expected]
+    assert record["hf_identical_prompts"] == record["hf_assisted_identical_prompts"] == 3
 
 
 # The order of the runs
@@ -179,7 +188,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch):
     recorder = Recorder([], [])
-    own, theirs = timed.own_method, timed.hugging_face_method
+    own, theirs, assisted = timed.own_method, timed.hugging_face_method, timed.assisted_method
     monkeypatch.setattr(
         timed,
         "own_method",
@@ -190,21 +199,23 @@ def recorder(monkeypatch):
     monkeypatch.setattr(
         timed, "hugging_face_method", lambda target, setting: recorder.wrap("hf", theirs(target, setting))
     )
+    monkeypatch.setattr(timed, "assisted_method", lambda *arguments: recorder.wrap("hf_assisted", assisted(*arguments)))
     return recorder
 
 
 def test_a11_f12_runs_alternate_after_a_warm_up_that_does_not_count(target, drafter, recorder):
     record = measured(target, drafter, replace(GREEDY, runs=3, warmup=2))
-    there, back = ["ar", "spec", "hf"], ["hf", "spec", "ar"]
-    warm_up, timed_calls = recorder.calls[:6], recorder.calls[6:]
+    there, back = ["ar", "spec", "hf", "hf_assisted"], ["hf_assisted", "hf", "spec", "ar"]
+    warm_up, timed_calls = recorder.calls[:8], recorder.calls[8:]
     assert Counter(warm_up) == {(name, 7): 2 for name in there}
     assert timed_calls == [(name, p.question_id) for p in PROMPTS for name in [*there, *back, *there]]
     for i, sample in enumerate(record["samples"]):
-        start = 6 + 9 * i
+        start = 8 + 12 * i
         assert sample["decode_seconds"] == {
-            "ar": [start + 1, start + 6, start + 7],
-            "spec": [start + 2, start + 5, start + 8],
-            "hf": [start + 3, start + 4, start + 9],
+            "ar": [start + 1, start + 8, start + 9],
+            "spec": [start + 2, start + 7, start + 10],
+            "hf": [start + 3, start + 6, start + 11],
+            "hf_assisted": [start + 4, start + 5, start + 12],
         }
         assert sample["prefill_seconds"]["spec"] == [0.5] * 3
 
@@ -212,20 +223,21 @@ def test_a11_f12_runs_alternate_after_a_warm_up_that_does_not_count(target, draf
 def test_sampled_runs_are_decoded_once_more_greedily_to_check_them(target, drafter, recorder):
     record = measured(target, drafter, SAMPLED)
     assert record["identical"] == "identical"
-    extra = recorder.calls[3 + 3 * 2 * 3 :]
+    start, end = 4, 4 + 3 * 2 * 4
+    extra = recorder.calls[end:]
     assert Counter(extra) == {(name, p.question_id): 1 for p in PROMPTS for name in ("ar", "spec")}
     texts = {}
-    for call, outcome in zip(recorder.calls[3:21], recorder.outcomes[3:21], strict=True):
+    for call, outcome in zip(recorder.calls[start:end], recorder.outcomes[start:end], strict=True):
         assert texts.setdefault(call, outcome.new_tokens) == outcome.new_tokens
     assert any(texts["ar", p.question_id] != texts["spec", p.question_id] for p in PROMPTS)
-    for call, outcome in zip(recorder.calls[21:], recorder.outcomes[21:], strict=True):
+    for call, outcome in zip(recorder.calls[end:], recorder.outcomes[end:], strict=True):
         prompt = next(p for p in PROMPTS if p.question_id == call[1])
         assert outcome.new_tokens == plain(target, prompt)
 
 
 def test_greedy_runs_need_no_extra_pass(target, drafter, recorder):
     measured(target, drafter)
-    assert len(recorder.calls) == 3 + 3 * 2 * 3
+    assert len(recorder.calls) == 4 + 3 * 2 * 4
 
 
 def test_runs_that_differ_from_the_first_are_counted(target, drafter, recorder, monkeypatch):
@@ -260,7 +272,7 @@ def corrupted(monkeypatch, choose, only_greedy=False):
             return result
         return replace(result, new_tokens=(choose(result.new_tokens[0]), *result.new_tokens[1:]))
 
-    monkeypatch.setattr(timed, "speculative_generate", wrong)
+    monkeypatch.setattr(methods, "speculative_generate", wrong)
 
 
 def gap_of(target, prompt, token):
@@ -322,7 +334,7 @@ def test_the_verdict_counts_prompts(target):
     same = [PROMPTS[0]] * 3
 
     def verdict(*texts, model=clone):
-        record = identity_record(model, None, same, [outcomes(*t) for t in texts], GREEDY)
+        record = identity_record(model, model, None, same, [outcomes(*t) for t in texts], GREEDY)
         return record["identical"], record["identical_prompts"], record["ties"], record["hf_identical_prompts"]
 
     equal = (right, right, right)
@@ -483,7 +495,7 @@ def test_costs_are_sampled_between_the_timed_runs(target, drafter, recorder, mon
     monkeypatch.setattr(timed.StepClock, "sample", lambda self, runs: samples.append((len(recorder.calls), runs)))
     monkeypatch.setattr(timed.StepClock, "medians", lambda self: {"1": 1.0, "2": 1.0, "3": 1.0, "4": 1.0, "draft": 1.0})
     compare(target, drafter, PROMPTS, GREEDY, "test")
-    after_warm_up, per_prompt = 3, 3 * GREEDY.runs
+    after_warm_up, per_prompt = 4, 4 * GREEDY.runs
     assert samples == [(after_warm_up + per_prompt * n, timed.COST_RUNS) for n in (1, 2, 3)]
 
 
