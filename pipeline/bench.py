@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import resource
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from pipeline.machine import draft_model, is_spread, surroundings
+from pipeline.machine import draft_model, is_spread, resolved, surroundings
 from pipeline.methods import Setting, TextPrompt
-from pipeline.timed import compare
+from pipeline.timed import Rival, compare
 from specdec.drafters import Drafter
 from specdec.identity import check_device
 from specdec.models import count_parameters
@@ -30,13 +30,14 @@ class Bench:
     end_tokens: list[int]
 
 
-def measure(backend: str, bench: Bench, setting: Setting) -> dict[str, Any]:
+def measure(backend: str, bench: Bench, setting: Setting, rival: Rival | None = None) -> dict[str, Any]:
     """Check the device, run the comparison and describe what it ran on."""
+    setting = replace(setting, kernels=resolved(setting.kernels, bench.target))
     device_errors = device_logit_errors(bench)
     if bench.target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     label = f"{bench.names['pair']} k={setting.k} T={setting.sampling.temperature}"
-    measured = compare(bench.target, bench.drafter, bench.prompts, setting, label)
+    measured = compare(bench.target, bench.drafter, bench.prompts, setting, label, rival)
     return {
         **bench.names,
         "backend": backend,

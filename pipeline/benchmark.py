@@ -21,7 +21,7 @@ from pipeline.acceptance import prompt_generator
 from pipeline.bench import Bench, measure
 from pipeline.methods import Setting, TextPrompt
 from pipeline.prompts import encode_prompt, load_prompts, select_prompts
-from pipeline.study import Pair, Params, load_params, pair_spec
+from pipeline.study import AUTO, Pair, Params, load_params, pair_spec
 from pipeline.weights import load_pair
 from specdec.drafters import ModelDrafter
 from specdec.memory import SPREAD, Placement
@@ -59,6 +59,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="also write the record here")
     parser.add_argument("--cell", action="store_true", help="measure a cell of the study: settings from params.yaml")
     parser.add_argument("--pair", help="with --cell --backend hf: a pair of params.yaml")
+    parser.set_defaults(kernels=AUTO)
     args = parser.parse_args()
     options.check_decoding_options(parser, args, least_k=1)  # at k = 0 there would be nothing to compare
     if args.cell:
@@ -73,6 +74,8 @@ def parse_arguments() -> argparse.Namespace:
         for name in ("target", "draft"):
             if getattr(args, name) is not None:
                 parser.error(f"--{name} is {getattr(args, name)} with the toy pair; allowed: only with --backend hf")
+        if args.kernels == AUTO:  # models so small have nothing to read, and toy cells of the study run so
+            args.kernels = "default"
     args.target = args.target or options.DEFAULT_TARGET
     args.draft = args.draft or options.DEFAULT_DRAFT
     if args.cell and args.backend == "hf" and args.pair is None:

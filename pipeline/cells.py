@@ -54,6 +54,15 @@ def cost_curve(study: str, pair: str) -> Path:
     return METRICS / "cost_curve" / study / f"{pair}.json"
 
 
+def comparison(study: str, pair: str) -> Path:
+    return METRICS / "comparison" / study / f"{pair}.json"
+
+
+def llama_cpp(study: str, pair: str) -> Path:
+    """Beside the pair's other timed cells: few studies have such a cell, and a folder that is missing would stop `tables`."""
+    return METRICS / "hf_benchmark" / study / pair / "llama_cpp.json"
+
+
 def sweep_block(study: str, pair: str, temperature: float) -> Path:
     return METRICS / "sweep_block" / study / pair / f"{float(temperature)}.json"
 

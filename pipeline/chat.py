@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from pipeline import cli, options
-from pipeline.machine import run_with
+from pipeline.machine import resolved, run_with
 from pipeline.methods import on_kernels
 from pipeline.prompts import encode_conversation
 from pipeline.study import Pair, load_params
@@ -34,21 +34,25 @@ def main() -> None:
     args = parser.parse_args()
     options.check_decoding_options(parser, args, least_k=0)
     params = load_params()
-    target, draft = args.target or options.DEFAULT_TARGET, args.draft or options.DEFAULT_DRAFT
-    pair = Pair.model_construct(target=target, draft=draft)  # unlike in params.yaml, folders are allowed
+    # Unlike in params.yaml, folders are allowed.
+    pair = Pair.model_construct(target=args.target or options.DEFAULT_TARGET, draft=args.draft or options.DEFAULT_DRAFT)
     device, dtype = options.placement(args.device), resolve_dtype(args.dtype)
     loaded = load_pair(pair, params.models, device=device, dtype=dtype, confidence_threshold=args.confidence)
-    printer = RoundPrinter(loaded.tokenizer, sys.stdout)
+    kernels = resolved(args.kernels, loaded.target)
+    target, drafter = run_with(loaded.target, kernels), on_kernels(loaded.drafter, kernels)
+    tokenizer, end_tokens = loaded.tokenizer, loaded.end_tokens
+    del loaded  # with other kernels than the default its models' matrices would lie in memory twice
+    printer = RoundPrinter(tokenizer, sys.stdout)
     result = speculative_generate(
-        run_with(loaded.target, args.kernels),
-        encode_conversation(loaded.tokenizer, [args.prompt], []),
-        drafter=on_kernels(loaded.drafter, args.kernels),
+        target,
+        encode_conversation(tokenizer, [args.prompt], []),
+        drafter=drafter,
         k=args.k,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
-        eos_token_id=loaded.end_tokens,
+        eos_token_id=end_tokens,
         verify=args.verifier,
         generator=torch.Generator().manual_seed(args.seed),
         on_round=printer.on_round,

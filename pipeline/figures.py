@@ -38,13 +38,13 @@ def speed_record(prompts: Sequence[PromptRuns]) -> dict[str, Any]:
     record: dict[str, Any] = {}
     for name in METHODS:
         timed = [p[name] for p in prompts if name in p]
-        record[f"{name}_tokens_per_second"] = _rate([decode_cost(runs) for runs in timed])
-        record[f"{name}_end_to_end_tokens_per_second"] = _rate([end_to_end_cost(runs) for runs in timed])
+        record[f"{name}_tokens_per_second"] = rate([decode_cost(runs) for runs in timed])
+        record[f"{name}_end_to_end_tokens_per_second"] = rate([end_to_end_cost(runs) for runs in timed])
     fastest = max(("ar", "hf"), key=lambda name: record[f"{name}_tokens_per_second"] or 0.0)
     record["fastest_baseline"] = {"ar": "own plain decoding", "hf": "Hugging Face generate"}[fastest]
 
     def compare(key: str, slow: str, fast: str, cost: Callable[[Sequence[TimedRun]], Cost]) -> None:
-        record.update(_with_interval(key, [(cost(p[slow]), cost(p[fast])) for p in prompts if slow in p]))
+        record.update(with_interval(key, [(cost(p[slow]), cost(p[fast])) for p in prompts if slow in p]))
 
     compare("speedup", "ar", "spec", decode_cost)
     compare("speedup_end_to_end", "ar", "spec", end_to_end_cost)
@@ -55,7 +55,7 @@ def speed_record(prompts: Sequence[PromptRuns]) -> dict[str, Any]:
     compare("ar_over_hf_end_to_end", "hf", "ar", end_to_end_cost)
     # A/A: the same method against itself. How far this lies from 1 is how far any ratio here may lie from the truth.
     halves = [(decode_cost(p["ar"][::2]), decode_cost(p["ar"][1::2])) for p in prompts]
-    record.update(_with_interval("noise_floor", halves))
+    record.update(with_interval("noise_floor", halves))
     return record
 
 
@@ -99,17 +99,17 @@ def prediction_record(
     return record
 
 
-def _rate(costs: Sequence[Cost]) -> float | None:
+def rate(costs: Sequence[Cost]) -> float | None:
     seconds, tokens = sum(s for s, _ in costs), sum(t for _, t in costs)
     return tokens / seconds if seconds > 0 and tokens > 0 else None
 
 
-def _with_interval(key: str, pairs: Sequence[tuple[Cost, Cost]]) -> dict[str, float | None]:
-    low, high = bootstrap_interval(pairs, _speedup)
-    return {key: _speedup(pairs), f"{key}_lo": low, f"{key}_hi": high}
+def with_interval(key: str, pairs: Sequence[tuple[Cost, Cost]]) -> dict[str, float | None]:
+    low, high = bootstrap_interval(pairs, speedup)
+    return {key: speedup(pairs), f"{key}_lo": low, f"{key}_hi": high}
 
 
-def _speedup(pairs: Sequence[tuple[Cost, Cost]]) -> float | None:
+def speedup(pairs: Sequence[tuple[Cost, Cost]]) -> float | None:
     """How many times faster, per token, the second method of each pair is."""
-    slow, fast = _rate([a for a, _ in pairs]), _rate([b for _, b in pairs])
+    slow, fast = rate([a for a, _ in pairs]), rate([b for _, b in pairs])
     return fast / slow if slow and fast else None

@@ -36,6 +36,9 @@ def main() -> None:
     context_prompts = load_prompts(params.context_prompts)
     categories = list(dict.fromkeys(prompt.category for prompt in context_prompts))
     select_prompts(context_prompts, categories, spec.prompts_per_category + spec.calibration_per_category)
+    for name in params.study.comparisons:
+        compared = params.comparisons[name]
+        select_prompts(context_prompts, compared.categories, compared.prompts_per_category)
     pair_devices = {f"pairs.{name}.device": params.pairs[name].device for name in params.study.pairs}
     check_devices({"timing.device": params.timing.device, **pair_devices})
     placed = {name: params.pairs[name].device or params.timing.device for name in params.study.pairs}
@@ -72,12 +75,17 @@ def check_kernels(kernels: str, dtype: str, placed: Mapping[str, str]) -> None:
         if kernels == "packed" and (here != "cpu" or dtype != "float32"):
             raise InputError(
                 f"params.yaml: timing.kernels is packed, and the pair {pair} is timed on {here} in {dtype}; allowed: cpu and "
-                "float32, or timing.kernels: default or joined."
+                "float32, or timing.kernels: auto, default or joined."
             )
         if kernels == "joined" and here == "spread":
             raise InputError(
                 f"params.yaml: timing.kernels is joined, and the pair {pair} is timed on spread; allowed: one device, or "
-                "timing.kernels: default."
+                "timing.kernels: auto or default."
+            )
+        if kernels == "compiled" and here != "cpu":
+            raise InputError(
+                f"params.yaml: timing.kernels is compiled, and the pair {pair} is timed on {here}; allowed: cpu, or "
+                "timing.kernels: auto, default or joined."
             )
 
 

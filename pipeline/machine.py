@@ -10,11 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from pipeline import cells
+from pipeline.study import AUTO
 from specdec.cache import Model
 from specdec.drafters import Drafter, ModelDrafter
 from specdec.memory import SPREAD, require_memory
 from specdec.models import count_parameters
-from specdec.runners import runner
+from specdec.runners import fastest, runner
 
 
 def surroundings(target: PreTrainedModel, drafter: Drafter) -> dict[str, Any]:
@@ -37,6 +38,11 @@ def draft_model(drafter: Drafter) -> PreTrainedModel | None:
     """transformers' model that drafts; None of a drafter that copies text."""
     model = drafter.model if isinstance(drafter, ModelDrafter) else None
     return model if isinstance(model, PreTrainedModel) else None
+
+
+def resolved(kernels: str, target: PreTrainedModel) -> str:
+    """The kernels of that name in params.yaml: `auto` is the fastest that run the target."""
+    return fastest(target) if kernels == AUTO else kernels
 
 
 def run_with(model: PreTrainedModel, kernels: str, *, draft: bool = False) -> Model:

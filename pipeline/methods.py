@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,13 +15,16 @@ from transformers.generation.streamers import BaseStreamer
 
 from pipeline.acceptance import prompt_generator
 from pipeline.machine import run_with
-from specdec.cache import Model
+from specdec.cache import Model, open_cache
 from specdec.drafters import Drafter, ModelDrafter, PromptLookupDrafter
 from specdec.generate import autoregressive_generate, speculative_generate
 from specdec.models import quiet_transformers, vocabulary_size
 from specdec.sampling import SamplingConfig
 from specdec.stats import AcceptanceStats
 from specdec.timing import TimedRun, now, time_generation
+
+if TYPE_CHECKING:  # most of what is timed decodes with a number
+    from specdec.policy import KPolicy
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,27 @@ def on_kernels(drafter: Drafter, kernels: str) -> Drafter:
     return ours
 
 
-def own_method(target: Model, drafter: Drafter | None, setting: Setting) -> Method:
-    """Our loop: plain decoding without a drafter, else speculative. Every run of a prompt draws the same tokens."""
+def prepared(target: PreTrainedModel, drafter: Drafter, kernels: str) -> tuple[Model, Drafter, float]:
+    """Target and drafter on these kernels, and the seconds until both had fed one token and several: with packing and compiling.
+
+    Raises:
+        InputError: these kernels do not run them.
+    """
+    start = now(target.device)
+    ours, our_drafter = run_with(target, kernels), on_kernels(drafter, kernels)
+    for model in [ours, *([our_drafter.model] if isinstance(our_drafter, ModelDrafter) else [])]:
+        cache = open_cache(model)
+        for tokens in (4, 2, 1):  # code for the first pass of a text, for several tokens behind a context, and for one
+            cache.forward(torch.zeros(tokens, dtype=torch.int64), keep=1)
+    return ours, our_drafter, now(target.device) - start
+
+
+def own_method(target: Model, drafter: Drafter | None, setting: Setting, k: int | KPolicy | None = None) -> Method:
+    """Our loop: plain decoding without a drafter, else speculative. Every run of a prompt draws the same tokens.
+
+    Args:
+        k: draft tokens per round, or who chooses them from round to round; None is the setting's k.
+    """
 
     def method(prompt: TextPrompt) -> Outcome:
         options: dict[str, Any] = {
@@ -95,7 +117,7 @@ def own_method(target: Model, drafter: Drafter | None, setting: Setting) -> Meth
                     target,
                     prompt.input_ids,
                     drafter=drafter,
-                    k=setting.k,
+                    k=setting.k if k is None else k,
                     verify=setting.verifier,
                     on_prefill=on_prefill,
                     **options,

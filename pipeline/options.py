@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from pipeline.study import DEVICES, KERNELS
+from pipeline.study import AUTO, DEVICES, KERNELS
 from specdec.memory import SPREAD, Placement
 from specdec.models import resolve_device
 from specdec.sampling import SamplingConfig
@@ -17,7 +17,7 @@ def add_decoding_options(parser: argparse.ArgumentParser) -> None:
     """Add the options; a target or draft that is not given is None."""
     kinds = "a model of params.yaml, a local folder, organisation/name@revision on the hub"
     parser.add_argument("--target", help=f"{kinds} (default: {DEFAULT_TARGET})")
-    parser.add_argument("--draft", help=f"{kinds}, int8, bf16 or lookup (default: {DEFAULT_DRAFT})")
+    parser.add_argument("--draft", help=f"{kinds}, int4, int8, bf16 or lookup (default: {DEFAULT_DRAFT})")
     parser.add_argument("--k", type=int, default=4, help="draft tokens per round (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="(default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
@@ -43,8 +43,8 @@ def add_decoding_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kernels",
         default="default",
-        choices=list(KERNELS),
-        help="how matrices run, see timing.kernels in params.yaml (default: transformers' forward)",
+        choices=[AUTO, *KERNELS],
+        help="how matrices run, see timing.kernels in params.yaml (default: %(default)s)",
     )
 
 

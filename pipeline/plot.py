@@ -20,7 +20,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from pipeline import cells
+from pipeline.attribution_figures import attribution
 from pipeline.cli import run
+from pipeline.comparison_figures import comparison
 from pipeline.cost_figures import cost_curve
 from pipeline.drawing import (
     BLUE,
@@ -59,15 +61,17 @@ def draw(folder: Path) -> dict[str, Figure]:
     by_k, positions = read_table(folder, "sweep_k"), read_table(folder, "acceptance_per_position")
     by_temperature, toy_temperature = read_table(folder, "sweep_temperature"), read_table(folder, "toy_temperature")
     toy_k, toy_positions = read_table(folder, "toy_k"), read_table(folder, "toy_acceptance_per_position")
-    quantized_benchmark = read_table(folder, "quantized_benchmark")
+    benchmark, quantized_benchmark = read_table(folder, "hf_benchmark"), read_table(folder, "quantized_benchmark")
     return {
         "tokens_per_round": tokens_per_round(by_k),
         "acceptance_per_position": acceptance_per_position(positions, by_k),
         "acceptance_vs_temperature": acceptance_vs_temperature(by_temperature),
         "block_verification": block_verification(by_temperature, toy_temperature),
         "confidence": confidence(read_table(folder, "sweep_confidence")),
-        "speedup": speedup(read_table(folder, "hf_benchmark")),
+        "speedup": speedup(benchmark),
+        "attribution": attribution(benchmark, quantized_benchmark),
         "cost_curve": cost_curve(read_table(folder, "cost_curve")),
+        "comparison": comparison(read_table(folder, "comparison")),
         "quantized_alpha": quantized_alpha(read_table(folder, "quantized_alpha")),
         "quantized_speedup": quantized_speedup(quantized_benchmark),
         "break_even": break_even(quantized_benchmark),

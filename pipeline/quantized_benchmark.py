@@ -38,6 +38,8 @@ def time_variant(params: Params, contexts_name: str, pair_name: str, variant_nam
     models = load_unquantized(params, pair_name, device, dtype)
     rounded = variant.of(models.draft, contexts.calibration)
     draft = bfloat16_copy(models.draft) if variant.recipe is None else kernel_copy(rounded)
+    bits_per_weight = rounded.cost.bits_per_weight
+    del rounded  # a model of float weights, which need not lie in memory while the draft is timed
     chosen = select_prompts(
         load_prompts(params.prompts.file), params.prompts.categories, params.study.prompts_per_category
     )
@@ -68,7 +70,7 @@ def time_variant(params: Params, contexts_name: str, pair_name: str, variant_nam
         **measure("hf", bench, setting),
         **variant.keys(),
         "contexts": contexts_name,
-        "bits_per_weight": rounded.cost.bits_per_weight,
+        "bits_per_weight": bits_per_weight,
         "draft_bytes": stored_bytes(draft),
     }
 

@@ -9,6 +9,7 @@ import pandas as pd
 from pipeline.quantized_tables import HEAD, METHOD, SIXTEEN_BITS, TEMPERATURE
 from pipeline.wording import (
     PAIR,
+    PEAK_MEMORY,
     UNKNOWN,
     Column,
     K,
@@ -322,6 +323,7 @@ def speed(benchmark: pd.DataFrame) -> str:
         ("predicted", number("predicted_speedup")),
         ("α to equal the 16-bit draft", number("equal_speed_alpha", 3)),
         ("α to pay", number("break_even_alpha", 3)),
+        PEAK_MEMORY,
         ("greedy output against plain", words("identical")),
     ]
     return markdown(benchmark, columns)

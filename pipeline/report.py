@@ -15,12 +15,16 @@ import pandas as pd
 
 from pipeline import cells
 from pipeline import quantized_report as quantized
+from pipeline.attribution_report import ATTRIBUTION, PLACE, attribution, attribution_findings, place_for_speculation
 from pipeline.cli import run
+from pipeline.comparison_report import COMPARISON, comparison_findings, comparison_table
 from pipeline.cost_report import COST, cost_curves, cost_findings, cost_machine
+from pipeline.llama_cpp_report import llama_cpp_section
 from pipeline.results import read_table, study_folder
 from pipeline.study import load_params
 from pipeline.wording import (
     PAIR,
+    PEAK_MEMORY,
     UNKNOWN,
     Column,
     K,
@@ -44,12 +48,6 @@ READING = (
     "tokens per target forward. Speeds are of decoding alone, without the pass over the prompt. The speed-up is over our own "
     "plain decoding with the same kernels; predicted = τ / (k̄c + v), k̄ the tokens drafted per round on average, fewer than k in "
     "last rounds and where lookup finds nothing; in brackets, 95 % intervals over prompts."
-)
-ATTRIBUTION = (
-    "measured = ideal × i.i.d. × verification × overhead. The ideal is Leviathan's: the mean over rounds of "
-    "(1 − α^(k_r+1)) / (1 − α), divided by k̄c + 1, where k_r is what round r drafted and k̄ its mean. There "
-    "tokens are accepted independently and a verification costs no more than one step. The first two factors are what these two "
-    "assumptions make of it, the third is everything else. c = T_draft(1) / T_target(1), v = T_target(k+1) / T_target(1)."
 )
 BASELINES = (
     "Noise is our own plain decoding timed against itself: as far as the ends of its interval lie from 1, any ratio here may lie "
@@ -101,12 +99,16 @@ def report(study: str, folder: Path) -> str:
     quantized_alpha, quantized_loop = read_table(folder, "quantized_alpha"), read_table(folder, "quantized_loop")
     contrasts = read_table(folder, "quantized_contrasts")
     quantized_benchmark = read_table(folder, "quantized_benchmark")
-    costs = read_table(folder, "cost_curve")
+    costs, compared = read_table(folder, "cost_curve"), read_table(folder, "comparison")
     blocks = [
         f"# Study `{study}`",
         *(BEGIN, header(benchmark), results(benchmark), verdicts(benchmark), READING, END),
-        *("## Why not more", ATTRIBUTION, attribution(benchmark)),
+        *("## Why not more", ATTRIBUTION, attribution(benchmark, quantized_benchmark)),
+        attribution_findings(benchmark, quantized_benchmark),
+        *(PLACE, place_for_speculation(costs, benchmark, quantized_benchmark)),
         *("## Baselines and noise", BASELINES, baselines(benchmark)),
+        *("## Kernels, k and baselines in one run", header(compared), COMPARISON, comparison_table(compared)),
+        comparison_findings(compared),
         *(
             "## What a pass over several tokens costs",
             COST,
@@ -114,6 +116,7 @@ def report(study: str, folder: Path) -> str:
             cost_curves(costs),
             cost_findings(costs),
         ),
+        *llama_cpp_section(read_table(folder, "llama_cpp")),
         *("## Acceptance against k", sweep(read_table(folder, "sweep_k"), K)),
         *("## Acceptance against temperature", sweep(by_temperature, T)),
         *("## Block verification", BLOCK, block(by_temperature, by_block), gains(by_temperature)),
@@ -204,21 +207,6 @@ def verdicts(benchmark: pd.DataFrame) -> str:
     return "\n".join(f"- {verdict(row, 'pair')}" for row in rows_of(benchmark))
 
 
-def attribution(benchmark: pd.DataFrame) -> str:
-    columns: list[Column] = [
-        PAIR,
-        ("k", number("k", 0)),
-        ("measured", number("speedup")),
-        ("ideal", number("ideal_speedup")),
-        ("i.i.d.", number("iid_factor", 3)),
-        ("verification", number("verify_cost_factor", 3)),
-        ("overhead", number("overhead_factor", 3)),
-        ("c", number("cost_coefficient", 3)),
-        ("v", number("verify_cost_ratio", 3)),
-    ]
-    return markdown(benchmark, columns)
-
-
 def baselines(benchmark: pd.DataFrame) -> str:
     columns: list[Column] = [
         PAIR,
@@ -231,7 +219,7 @@ def baselines(benchmark: pd.DataFrame) -> str:
         ("its output equal", hf_equal("hf_assisted")),
         ("fastest baseline", words("fastest_baseline")),
         ("speed-up end to end", interval("speedup_end_to_end")),
-        ("peak memory, GiB", lambda row: number("gib")({"gib": row["peak_memory_bytes"] / 2**30})),
+        PEAK_MEMORY,
     ]
     return markdown(benchmark, columns)
 

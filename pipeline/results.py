@@ -13,8 +13,9 @@ TEXT_COLUMNS = (
     *("study", "pair", "target", "draft", "backend", "cpu", "os", "device", "device_name", "dtype", "draft_dtype"),
     *("torch", "transformers", "verifier", "fastest_baseline", "identical"),
     *("variant", "grid", "method", "head", "contexts", "contexts_sha256", "calibration_sha256"),
-    *("question", "other"),
+    *("question", "other", "llama_cpp_python", "llama_cpp_gguf_sha256"),
     *("role", "model", "kernels", "refusal"),
+    *("name", "fastest_plain", "fastest_speculative", "best_over_same_kernels"),
 )
 
 

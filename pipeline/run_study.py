@@ -73,6 +73,8 @@ def study_cells(params: Params) -> dict[str, Path]:
         }
         found |= {f"hf_benchmark@{prefix}-{k}": cells.hf_benchmark(study.name, pair, k) for k in study.benchmark_k}
         found[f"cost_curve@{prefix}"] = cells.cost_curve(study.name, pair)
+    found |= {f"comparison@{study.name}-{pair}": cells.comparison(study.name, pair) for pair in study.comparisons}
+    found |= {f"llama_cpp@{study.name}-{pair}": cells.llama_cpp(study.name, pair) for pair in study.llama_cpp_pairs}
     for pair in study.detail_pairs:
         prefix = f"{study.name}-{pair}"
         found |= {f"sweep_block@{prefix}-{t}": cells.sweep_block(study.name, pair, t) for t in study.temperature}

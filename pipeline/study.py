@@ -26,11 +26,13 @@ from specdec.errors import InputError
 T = TypeVar("T")
 
 # Drafts that are made from the target or its text, so no model of params.yaml may have such a name.
-RESERVED_DRAFTS = ("int8", "bf16", "lookup")
+RESERVED_DRAFTS = ("int4", "int8", "bf16", "lookup")
+SELF_DRAFTS = ("int4", "int8", "bf16")  # copies of a target on one device
 # organisation/name, with or without @revision. As on the hub and in git: no two dots in a row, since both become paths.
 HUB_NAME = r"(?![^@]*--)(?!.*\.\.)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@\w[\w./-]*)?"
 DEVICES = ("auto", "cpu", "cuda", "mps", "spread")
-KERNELS = ("default", "joined", "packed")  # those of specdec/runners.py, which would take seconds to import
+AUTO = "auto"  # the fastest kernels that run a target on its device, see specdec/runners.py
+KERNELS = ("default", "joined", "packed", "compiled")  # those of specdec/runners.py, which would take seconds to import
 
 
 def _refusal(allowed: str) -> PydanticCustomError:
@@ -98,8 +100,12 @@ Probability = Annotated[
         lambda value: type(value) is float and 0 <= value <= 1 and math.copysign(1, value) > 0,
     ),
 ]
+DraftLength = Annotated[
+    int | str, _only(f"integers of at least 1, or {AUTO}", lambda value: value == AUTO or _is_int(value, 1))
+]
 Device = Annotated[str, _one_of(*DEVICES)]
 Kernels = Annotated[str, _one_of(*KERNELS)]
+ChosenKernels = Annotated[str, _one_of(AUTO, *KERNELS)]
 OptionalDevice = Annotated[
     str | None, _only(f"null or {' or '.join(DEVICES)}", lambda value: value is None or value in DEVICES)
 ]
@@ -119,6 +125,12 @@ OptionalSha256 = Annotated[
 Values = Annotated[
     list[T],
     _only("lists of at least one value", lambda value: isinstance(value, list) and len(value) > 0),
+    AfterValidator(_unique),
+]
+
+ValuesOrNone = Annotated[  # DVC makes no stage of an empty list
+    list[T],
+    _only("lists", lambda value: isinstance(value, list)),
     AfterValidator(_unique),
 ]
 
@@ -208,6 +220,17 @@ class Contexts(Section):
     loop_tokens: Count
 
 
+class Comparison(Section):
+    """What takes turns with each other in one run of a pair, on the first prompts of each category of `context_prompts`."""
+
+    categories: Values[Text]
+    prompts_per_category: Count
+    max_new_tokens: Count
+    kernels: Values[Kernels]
+    k: Values[DraftLength]
+    expected_alpha: Probability
+
+
 class Study(Section):
     """Which cells are measured, and how many prompts and tokens go into each."""
 
@@ -226,6 +249,8 @@ class Study(Section):
     loop_variants: Values[Variant]
     kernel_variants: Values[Variant]
     kernels_compared: Values[Kernels]
+    comparisons: Values[Name]
+    llama_cpp_pairs: ValuesOrNone[Name]
     prompts_per_category: Count
     max_new_tokens: Count
 
@@ -255,7 +280,7 @@ class Timing(Section):
     device: Device
     dtype: Dtype
     threads: Annotated[int | None, _optional_int(1)]
-    kernels: Kernels
+    kernels: ChosenKernels
 
 
 class CostCurve(Section):
@@ -286,6 +311,7 @@ class Params(Section):
     prompts: PromptsSpec
     context_prompts: Text
     contexts: dict[Name, Contexts]
+    comparisons: dict[Name, Comparison]
     decoding: Decoding
     timing: Timing
     cost_curve: CostCurve
@@ -397,7 +423,7 @@ def _check_names(params: Params) -> None:
                 raise _Fault(f"{place}.pairs[{index}] is {_short(name)}; allowed: {', '.join(params.pairs)}")
             pair = params.pairs[name]
             device = pair.device or (params.timing.device if place == "study" else None)
-            if device == "spread" and pair.draft in ("int8", "bf16"):
+            if device == "spread" and pair.draft in SELF_DRAFTS:
                 raise _Fault(
                     f"{place}.pairs[{index}] is {_short(name)}, whose draft {pair.draft} copies a target on one device, "
                     "and it is timed on spread; allowed: another device, or a pair with another draft"
@@ -411,6 +437,8 @@ def _check_names(params: Params) -> None:
                     f"allowed: a pair with a draft model, or {place}.confidence: [0.0]"
                 )
         _check_quantized(params, place, study)
+        _check_compared(params, place, study)
+        _check_llama_cpp(params, place, study)
     # A study's name is a folder of results: two studies, or two versions of one, must not write into the same.
     for key, study in params.studies.items():
         if study.name != key:
@@ -418,6 +446,30 @@ def _check_names(params: Params) -> None:
     if params.study not in params.studies.values():
         aliases = ", ".join(f"*{key}" for key in params.studies)
         raise _Fault(f"study is none of studies; allowed: an alias of one, such as {aliases}")
+
+
+def _check_compared(params: Params, place: str, study: Study) -> None:
+    """Comparisons have the names of their pairs, by which dvc.yaml finds a pair's manifest."""
+    for name in params.comparisons:
+        if name not in params.pairs:
+            raise _Fault(f"comparisons has the key {_short(name)}; allowed: {', '.join(params.pairs)}")
+    for index, name in enumerate(study.comparisons):
+        allowed = [pair for pair in study.pairs if pair in params.comparisons]
+        if name not in allowed:
+            raise _Fault(
+                f"{place}.comparisons[{index}] is {_short(name)}; allowed: a pair of {place}.pairs that comparisons has"
+                + (f", {', '.join(allowed)}" if allowed else "")
+            )
+
+
+def _check_llama_cpp(params: Params, place: str, study: Study) -> None:
+    for index, name in enumerate(study.llama_cpp_pairs):
+        allowed = [p for p in study.pairs if params.models[params.pairs[p].target].source == "wheel"]
+        if name not in allowed:
+            raise _Fault(
+                f"{place}.llama_cpp_pairs[{index}] is {_short(name)}; allowed: a pair of {place}.pairs whose target comes as a "
+                "GGUF file (source: wheel)" + (f", {', '.join(allowed)}" if allowed else "")
+            )
 
 
 def _check_quantized(params: Params, place: str, study: Study) -> None:

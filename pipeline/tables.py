@@ -70,6 +70,28 @@ CURVE_CELL = (
     *("cpu", "device", "device_name", "dtype", "draft_dtype", "threads", "torch", "transformers", "runs"),
     *("target_weight_bytes", "draft_weight_bytes", "bytes_per_second", "operations_per_second"),
 )
+# Of a comparison: of each contestant, and of the cell that holds them; each row of the table is one contestant.
+CONTESTANT = (
+    *("name", "method", "kernels", "k", "tokens_per_second", "end_to_end_tokens_per_second"),
+    *("alpha", "mean_acceptance_length", "mean_drafted_per_round"),
+    *_with_interval("speedup", "speedup_over_fastest", "speedup_over_hf", "speedup_over_hf_assisted"),
+    *("predicted_speedup", *_with_interval("measured_over_predicted")),
+    *("identical", "identical_prompts", "ties", "unrepeatable_runs"),
+)
+COMPARISON = (
+    *("pair", "target", "draft", "fastest_plain", "fastest_speculative", "best_over_same_kernels", "best_fixed_k"),
+    *_with_interval("auto_over_best_fixed_k", "ar_over_hf", "noise_floor"),
+    *("prompts", "max_new_tokens", "temperature", "top_k", "top_p", "verifier", "runs", "cpu", "device", "device_name"),
+    *("dtype", "draft_dtype", "threads", "torch", "transformers", "peak_memory_bytes"),
+)
+LLAMA_CPP = (
+    *BENCHMARK,
+    *("target_seconds_1", "target_seconds_k1", "llama_cpp_seconds_1", "llama_cpp_seconds_5"),
+    *("llama_cpp_tokens_per_second", "llama_cpp_end_to_end_tokens_per_second"),
+    *_with_interval("ar_over_llama_cpp", "spec_over_llama_cpp", "hf_over_llama_cpp"),
+    *("llama_cpp_identical_prompts", "llama_cpp_ties", "llama_cpp_logit_error"),
+    *("llama_cpp_python", "llama_cpp_gguf_sha256", "cpu"),
+)
 QUANTIZED_BENCHMARK = (*BENCHMARK, *quantized.TIMED)
 IDENTITY = (
     *("pair", "target", "draft", "k", "dtype", "prompts", "max_new_tokens", "new_tokens"),
@@ -126,6 +148,10 @@ def gather(params: Params) -> dict[str, pd.DataFrame]:
         "acceptance_per_position": _positions(by_k),
         "hf_benchmark": _table(_read(benchmarks, BENCHMARK), BENCHMARK),
         "cost_curve": _curves([cells.cost_curve(study, pair) for pair in pairs]),
+        "comparison": _contestants([cells.comparison(study, pair) for pair in params.study.comparisons]),
+        "llama_cpp": _table(
+            _read([cells.llama_cpp(study, p) for p in params.study.llama_cpp_pairs], LLAMA_CPP), LLAMA_CPP
+        ),
         "quantized_alpha": _table(_quantized_alpha(params), quantized.ALPHA),
         "quantized_contrasts": _table(_quantized_contrasts(params), quantized.CONTRASTS),
         "quantized_loop": _table(_quantized_loop(params), quantized.LOOP),
@@ -255,6 +281,17 @@ def _curves(paths: Sequence[Path]) -> pd.DataFrame:
                 for n, values in enumerate(zip(*(curve[key] for key in CURVE_LISTS), strict=True), start=1):
                     rows.append({**start, "n": n, **dict(zip(CURVE_LISTS, values, strict=True))})
     return _table(rows, columns)
+
+
+def _contestants(paths: Sequence[Path]) -> pd.DataFrame:
+    """One row per contestant, and one for each of the kernels that do not run here, with the reason."""
+    rows = []
+    for path, record in zip(paths, _read(paths, (*COMPARISON, "contestants", "refusals")), strict=True):
+        cell = {key: record[key] for key in COMPARISON}
+        with _keys_of(path):
+            rows += [cell | {key: found[key] for key in CONTESTANT} for found in record["contestants"]]
+            rows += [cell | {"kernels": r["kernels"], "refusal": r["reason"]} for r in record["refusals"]]
+    return _table(rows, ("pair", *CONTESTANT, "refusal", *COMPARISON[1:]))
 
 
 def _table(records: list[Record], first: Sequence[str]) -> pd.DataFrame:

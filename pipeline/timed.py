@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,8 +11,15 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from pipeline.acceptance import PromptResult, acceptance_record, iid_alpha
-from pipeline.figures import prediction_record, speed_record
-from pipeline.machine import draft_model, run_with
+from pipeline.figures import (
+    decode_cost,
+    end_to_end_cost,
+    prediction_record,
+    rate,
+    speed_record,
+    with_interval,
+)
+from pipeline.machine import draft_model
 from pipeline.methods import (
     Method,
     Outcome,
@@ -20,8 +27,8 @@ from pipeline.methods import (
     TextPrompt,
     assisted_method,
     hugging_face_method,
-    on_kernels,
     own_method,
+    prepared,
 )
 from specdec.cache import Model
 from specdec.chance import GeneratorChooser
@@ -35,8 +42,22 @@ COST_RUNS = 2  # timed calls, after each prompt, of each forward from which c an
 DRAFT = "draft"
 
 
+@dataclass(frozen=True)
+class Rival:
+    """Another program's greedy decoding of the same target, and passes of it that are timed after each prompt."""
+
+    name: str
+    method: Method
+    costs: StepClock
+
+
 def compare(
-    target: PreTrainedModel, drafter: Drafter, prompts: Sequence[TextPrompt], setting: Setting, label: str
+    target: PreTrainedModel,
+    drafter: Drafter,
+    prompts: Sequence[TextPrompt],
+    setting: Setting,
+    label: str,
+    rival: Rival | None = None,
 ) -> dict[str, Any]:
     """Time the methods on the prompts; return the measured keys of a benchmark cell.
 
@@ -44,18 +65,24 @@ def compare(
         target: transformers' model. `generate` runs it as it is, our loop with the setting's kernels; it also judges greedy
             output.
         drafter: with transformers' model, if it has one.
+        rival: takes turns with the others.
 
     Raises:
         InputError: kernels that do not run these models, or compute something else; in float32, greedy output that differs from
             plain decoding by more than a tie.
     """
-    ours, our_drafter = run_with(target, setting.kernels), on_kernels(drafter, setting.kernels)
-    kernel_errors = kernel_logit_errors(target, drafter, ours, our_drafter, prompts[0])
+    ours, our_drafter, kernels_seconds = prepared(target, drafter, setting.kernels)
+    kernels = {
+        "kernels_seconds": kernels_seconds,
+        **kernel_logit_errors(target, drafter, ours, our_drafter, prompts[0]),
+    }
     methods = {"ar": own_method(ours, None, setting), "spec": own_method(ours, our_drafter, setting)}
     methods["hf"] = hugging_face_method(target, setting)
     assisted = assisted_method(target, drafter, setting) if setting.hf_assisted else None
     if assisted is not None:
         methods["hf_assisted"] = assisted
+    if rival is not None:
+        methods[rival.name] = rival.method
     for method in methods.values():
         for _ in range(setting.warmup):
             method(prompts[0])
@@ -65,6 +92,8 @@ def compare(
         for prompt in prompts:
             outcomes.append(_interleaved(methods, prompt, setting.runs, progress))
             costs.sample(COST_RUNS)
+            if rival is not None:
+                rival.costs.sample(COST_RUNS)
     results = [
         PromptResult(p.question_id, p.category, outcome["spec"][0].stats)
         for p, outcome in zip(prompts, outcomes, strict=True)
@@ -74,8 +103,37 @@ def compare(
     alpha, tau = iid_alpha(acceptance, setting.verifier), acceptance["mean_acceptance_length"]
     prediction = _predicted(results, alpha, tau, speed["speedup"], costs.medians())
     identity = identity_record(target, ours, our_drafter, prompts, outcomes, setting)
+    beside = {} if rival is None else rival_record(rival.name, target, prompts, outcomes)
     samples = [_raw(p, outcome) for p, outcome in zip(prompts, outcomes, strict=True)]
-    return {**acceptance, **speed, **prediction, **kernel_errors, **identity, "samples": samples}
+    return {**acceptance, **speed, **prediction, **kernels, **identity, **beside, "samples": samples}
+
+
+def rival_record(
+    name: str, reference: PreTrainedModel, prompts: Sequence[TextPrompt], outcomes: Sequence[dict[str, list[Outcome]]]
+) -> dict[str, Any]:
+    """A rival's speeds, ours and Hugging Face's over its, and where its greedy text parts from our plain one.
+
+    Its sums have another order, so a difference is told with its gap and fails nothing.
+    """
+    runs = [{method: [o.run for o in found] for method, found in outcome.items()} for outcome in outcomes]
+    record: dict[str, Any] = {
+        f"{name}_tokens_per_second": rate([decode_cost(r[name]) for r in runs]),
+        f"{name}_end_to_end_tokens_per_second": rate([end_to_end_cost(r[name]) for r in runs]),
+    }
+    for method in ("ar", "spec", "hf"):
+        key = f"{method}_over_{name}"
+        record |= with_interval(key, [(decode_cost(r[name]), decode_cost(r[method])) for r in runs])
+    reports = [
+        check_greedy_identity(reference, p.input_ids, o["ar"][0].new_tokens, o[name][0].new_tokens)
+        for p, o in zip(prompts, outcomes, strict=True)
+    ]
+    return record | {
+        f"{name}_identical_prompts": sum(r.matches for r in reports),
+        f"{name}_ties": sum(r.is_tie for r in reports),
+        f"{name}_first_divergences": [r.first_divergence for r in reports],
+        # Infinite where one text is the beginning of the other, and JSON has no such number.
+        f"{name}_divergence_gaps": [None if r.top2_gap == float("inf") else r.top2_gap for r in reports],
+    }
 
 
 def kernel_logit_errors(
@@ -135,7 +193,7 @@ def identity_record(
             )
     matching, ties = sum(r.matches for r in reports), sum(r.is_tie for r in reports)
     return {
-        "identical": _verdict(len(reports), matching, ties),
+        "identical": identity_verdict(len(reports), matching, ties),
         "identical_prompts": matching,
         "ties": ties,
         "first_divergences": [r.first_divergence for r in reports],
@@ -158,7 +216,7 @@ def _equal_to_plain(name: str, outcomes: Sequence[dict[str, list[Outcome]]], set
     return sum(o[name][0].new_tokens == o["ar"][0].new_tokens for o in outcomes)
 
 
-def _verdict(prompts: int, matching: int, ties: int) -> str:
+def identity_verdict(prompts: int, matching: int, ties: int) -> str:
     if matching == prompts:
         return "identical"
     if matching + ties == prompts:

@@ -38,6 +38,7 @@ from pipeline.study import HUB_NAME, RESERVED_DRAFTS, HubModel, LocalModel, Mode
 from specdec.cache import context_length
 from specdec.drafters import Drafter, ModelDrafter, PromptLookupDrafter
 from specdec.errors import InputError
+from specdec.kernels import int4_copy
 from specdec.memory import SPREAD, Placement, require_memory
 from specdec.models import check_pair, check_runs, count_parameters, load_model, quiet_transformers, vocabulary_size
 from specdec.quantize import bfloat16_copy, int8_copy
@@ -77,7 +78,7 @@ def load_pair(
     """Fetch what is not there yet, load both models and check that they fit together.
 
     Args:
-        pair: target and draft are names in `models`, local folders or names on the hub; the draft may be int8, bf16 or lookup.
+        pair: target and draft are names in `models`, local folders or names on the hub; the draft may be one of RESERVED_DRAFTS.
         device: "spread" is over all devices, for the target; its draft then lies on the first of them.
         dtype: of the target, and of a draft that is a model of its own.
         confidence_threshold: see `ModelDrafter`.
@@ -102,14 +103,14 @@ def load_pair(
     match pair.draft:
         case "lookup":
             drafter, parameters, draft_revision = PromptLookupDrafter(), 0, None
-        case "int8" | "bf16" if device == SPREAD:
+        case "int4" | "int8" | "bf16" if device == SPREAD:
             raise InputError(
                 f"The draft {pair.draft} copies a target on one device; allowed with spread: another model, lookup."
             )
-        case "int8" | "bf16":
+        case "int4" | "int8" | "bf16":
             check_runs(target.device, torch.bfloat16)  # both compute in it
             require_memory(f"A copy of {pair.target}", parameters, target.dtype, target.device)
-            copy = int8_copy if pair.draft == "int8" else bfloat16_copy
+            copy = {"int4": int4_copy, "int8": int8_copy, "bf16": bfloat16_copy}[pair.draft]
             drafter = ModelDrafter(copy(target), confidence_threshold)
         case name:
             path, record = fetch_model(name, resolve_model(name, models), models_dir)

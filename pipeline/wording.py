@@ -96,4 +96,8 @@ def is_known(value: Any) -> bool:
 
 PAIR: Column = ("pair", words("pair"))
 K: Column = ("k", number("k", 0))
+PEAK_MEMORY: Column = (
+    "peak memory, GiB",
+    lambda row: number("gib")({"gib": row["peak_memory_bytes"] / 2**30}),
+)
 T: Column = ("T", lambda row: f"{row['temperature']:g}")

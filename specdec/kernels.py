@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.errors import InputError
-from specdec.grid import Grid, GridWeight
-from specdec.quantize import Int8Linear, _cast_parameters
+from specdec.grid import Grid, GridWeight, round_to_nearest
+from specdec.quantize import Int8Linear, cast_parameters, linears
 
 if TYPE_CHECKING:  # who runs a low-bit model need not import what makes one
     from specdec.lowbit import Rounded
 
 GROUP_SIZES = (32, 64, 128, 256)  # that aten::_weight_int4pack_mm_for_cpu knows
 ROWS = 16  # it takes a multiple of so many outputs
+INT4_GRID = Grid(4, 32, "min")  # of a draft that is to cost little: the smallest groups that the kernels know
 CUDA_CAPABILITY = (8, 0)  # from which on aten::_weight_int4pack_mm runs
 
 
@@ -135,28 +136,30 @@ def kernel_copy(rounded: Rounded) -> PreTrainedModel:
         parent, _, attribute = name.rpartition(".")
         bias: Any = clone.get_submodule(name).bias
         setattr(clone.get_submodule(parent), attribute, _layer(weight, bias))
-    return _cast_parameters(clone)
+    return cast_parameters(clone)
 
 
 @torch.no_grad()
-def int8_head(model: PreTrainedModel) -> PreTrainedModel:
-    """Give a `kernel_copy` whose head was left in bfloat16 a head of 8 bits, in place; returns the model.
+def int4_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy to draft with: linear layers in 4 bits, the LM head in 8, everything else in bfloat16. No calibration.
 
-    Rounded to the nearest level, symmetric, with one scale a row (a token). An embedding that the head was tied to stays in
-    bfloat16, so that of such a model the 8 bits come on top; reading the head costs half as much all the same.
+    The layers are rounded to the nearest level of INT4_GRID. A checkpoint that was stored on that grid, as GGUF's Q4_1, loses
+    nothing by it but the rounding of its scales to bfloat16. The head has one scale a row (`Int8Linear`), on a copy of its own
+    where it is tied: a wrong order of likely tokens costs acceptance, and 4 bits give many.
 
     Raises:
-        InputError: a head that is no nn.Linear, as one that was rounded with the rest.
+        InputError: a layer whose columns are no multiple of the grid's groups.
     """
-    head: Any = model.get_output_embeddings()
-    if type(head) is not nn.Linear:
-        raise InputError(
-            f"the head of {type(model).__name__} is a {type(head).__name__}; allowed: Linear (a recipe with head=False)"
-        )
-    model.set_submodule(
-        next(name for name, layer in model.named_modules() if layer is head), Int8Linear(head.weight, head.bias)
-    )
-    return model
+    clone = copy.deepcopy(model)
+    head = clone.get_output_embeddings()
+    for parent, name, weight, bias in list(linears(clone)):
+        is_head = getattr(parent, name) is head
+        setattr(parent, name, Int8Linear(weight, bias) if is_head else Int4Linear(_nearest(weight), bias))
+    return cast_parameters(clone)
+
+
+def _nearest(weight: Tensor) -> GridWeight:
+    return round_to_nearest(weight.detach().float(), INT4_GRID)
 
 
 def stored_bytes(model: nn.Module) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,10 +22,10 @@ from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 from specdec.cache import check_close, context_length
 from specdec.errors import InputError, InvariantError
 from specdec.kernels import Int4Linear
-from specdec.packed import PackedLinear
+from specdec.packed import decoding_linear
 from specdec.quantize import Int8Linear
 
-Run = Callable[[Tensor], Tensor]  # x, shape (n, in), float32 -> y, shape (n, out), float32
+Run = nn.Module  # x, shape (n, in), float32 -> y, shape (n, out), float32
 Linear = Callable[[Sequence[nn.Module]], Run]
 
 LAYERS = (nn.Linear, Int4Linear, Int8Linear)
@@ -33,6 +33,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Others ("dynamic", "longrope") have other frequencies in a longer text, so that the keys in the cache would change.
 ROTARY_KINDS = ("default", "linear", "llama3", "yarn")
 FIRST_CAPACITY = 256  # tokens that the buffers of keys and values hold at first
+PART = (
+    12  # blocks that are compiled at a time: each call costs as much as a matrix product, and each block half a second
+)
 LONGEST_PASS = 512  # tokens that attend at once; of a longer prompt the scores would take memory by its square
 
 
@@ -49,25 +52,59 @@ def plain_linear(layers: Sequence[nn.Module]) -> Run:
     Returns:
         x, shape (n, in), float32, to the layers' outputs side by side, shape (n, sum of out), float32.
     """
-    return _run(layers, lambda weight, bias: partial(functional.linear, weight=weight, bias=bias))
+    return _run(layers, Matrix)
 
 
 def packed_linear(layers: Sequence[nn.Module]) -> Run:
-    """As `plain_linear`, but joined float32 weights run as a PackedLinear on a CPU; always a copy of the model's."""
-    return _run(layers, PackedLinear)
+    """As `plain_linear`, but joined float32 weights run packed on a CPU (`decoding_linear`): always copies of the model's."""
+    return _run(layers, decoding_linear)
 
 
-def _run(layers: Sequence[nn.Module], plain: Callable[[Tensor, Tensor | None], Run]) -> Run:
+class Matrix(nn.Module):
+    """F.linear: weight of shape (out, in), bias of shape (out,) or None; both are kept, not copied."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)  # type: ignore[arg-type]
+
+
+class _SideBySide(nn.Module):
+    """The outputs of several layers, which share their input, one behind the other."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        super().__init__()
+        self.runs = nn.ModuleList(runs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([run(x) for run in self.runs], dim=-1)
+
+
+class _In16Bits(nn.Module):
+    """A layer whose activations have 16 bits, between others of float32."""
+
+    def __init__(self, run: Run, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.run, self.dtype = run, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.run(x.to(self.dtype)).float()
+        return y
+
+
+def _run(layers: Sequence[nn.Module], matrix: Callable[[Tensor, Tensor | None], Run]) -> Run:
     if len({_traits(layer) for layer in layers}) > 1:
-        each = [_run([layer], plain) for layer in layers]
-        return lambda x: torch.cat([run(x) for run in each], dim=-1)
+        return _SideBySide([_run([layer], matrix) for layer in layers])
     first: Any = layers[0]
     if isinstance(first, nn.Linear):
         dtype, bias = first.weight.dtype, None if first.bias is None else _joined(layers, "bias")
-        run = plain(_joined(layers, "weight"), bias)
+        run = matrix(_joined(layers, "weight"), bias)
     else:
         dtype, run = first.scales.dtype, first if len(layers) == 1 else _joined_levels(layers)
-    return run if dtype == torch.float32 else lambda x: run(x.to(dtype)).float()
+    return run if dtype == torch.float32 else _In16Bits(run, dtype)
 
 
 def _traits(layer: Any) -> tuple[Any, ...]:
@@ -94,55 +131,127 @@ def _joined_levels(layers: Sequence[nn.Module]) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class _Pass:
+class Pass:
     """What all blocks share in one pass over n tokens, which stand at start ≤ position < end.
 
     Args:
+        positions: shape (n,), from start on.
+        end: what lies in the buffers of keys and values from here on is not read.
         cos, sin: of the rotary angles, shape (n, D); the sines of the first half negative.
-        mask: what is added to the scores, shape (group · n, end); None for one token, which sees everything.
+        mask: what is added to the scores, shape (group · n, end): −∞ where the key is later than the query, else 0.
     """
 
-    start: int
+    positions: Tensor
     end: int
     cos: Tensor
     sin: Tensor
-    mask: Tensor | None
+    mask: Tensor
 
 
-@dataclass(frozen=True)
-class _Block:
-    """One decoder block, of `heads` query heads that share `kv_heads` keys and values (group = heads / kv_heads), all D wide."""
+class Norm(nn.Module):
+    """RMSNorm in float32, of the last dimension."""
 
-    heads: int
-    kv_heads: int
-    width: int
-    attention_norm: Run
-    qkv: Run
-    attention_out: Run
-    mlp_norm: Run
-    gate_up: Run
-    activation: Run
-    down: Run
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.register_buffer("weight", norm.weight.detach().float())
+        self.eps: float = norm.variance_epsilon
 
-    def forward(self, x: Tensor, now: _Pass, keys: Tensor, values: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        return functional.rms_norm(x, weight.shape, weight, self.eps)
+
+
+class Block(nn.Module):
+    """A decoder block, of `heads` query heads that share `kv_heads` keys and values (group = heads / kv_heads), all D wide."""
+
+    def __init__(self, layer: Any, linear: Linear) -> None:
+        super().__init__()
+        attention, mlp, config = layer.self_attn, layer.mlp, layer.self_attn.config
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads
+        self.width: int = attention.head_dim
+        self.attention_norm = Norm(layer.input_layernorm)
+        self.qkv = linear([_layer(attention, name) for name in ("q_proj", "k_proj", "v_proj")])
+        self.attention_out = linear([_layer(attention, "o_proj")])
+        self.mlp_norm = Norm(layer.post_attention_layernorm)
+        self.gate_up = linear([_layer(mlp, name) for name in ("gate_proj", "up_proj")])
+        self.activation = mlp.act_fn
+        self.down = linear([_layer(mlp, "down_proj")])
+
+    def forward(self, x: Tensor, now: Pass, keys: Tensor, values: Tensor) -> Tensor:
         """x: shape (n, H). Writes the n entries of keys and values, each (kv_heads, capacity, D); returns shape (n, H)."""
         x = x + self.attention_out(self._attend(self.qkv(self.attention_norm(x)), now, keys, values))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.down(self.activation(gate) * up)
+        y: Tensor = x + self.down(self.activation(gate) * up)
+        return y
 
-    def _attend(self, qkv: Tensor, now: _Pass, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend(self, qkv: Tensor, now: Pass, keys: Tensor, values: Tensor) -> Tensor:
         """qkv: shape (n, (heads + 2 kv_heads) · D); returns shape (n, heads · D)."""
         rows = len(qkv)
         heads = qkv.view(rows, -1, self.width).transpose(0, 1)  # (heads + 2 kv_heads, n, D)
         turned = _rotate(heads[: self.heads + self.kv_heads], now.cos, now.sin)
-        keys[:, now.start : now.end] = turned[self.heads :]
-        values[:, now.start : now.end] = heads[self.heads + self.kv_heads :]
+        keys.index_copy_(1, now.positions, turned[self.heads :])
+        values.index_copy_(1, now.positions, heads[self.heads + self.kv_heads :])
         # The queries that share their keys are rows of one product: (kv_heads, group · n, D).
         queries = turned[: self.heads].reshape(self.kv_heads, -1, self.width) * self.width**-0.5
         past = keys[:, : now.end].transpose(1, 2)
-        scores = torch.bmm(queries, past) if now.mask is None else torch.baddbmm(now.mask, queries, past)
+        scores = torch.baddbmm(now.mask, queries, past)
         seen = torch.bmm(scores.softmax(dim=-1), values[:, : now.end])
         return seen.view(self.heads, rows, self.width).transpose(0, 1).reshape(rows, -1)
+
+
+class Stack(nn.Module):
+    """Everything between the embedding and the logits.
+
+    Args:
+        compiled: whether torch.compile makes code for the blocks, up to PART at a time: for one token, and for more, of which it
+            serves any number; both behind any context. All parts share it. It takes tens of seconds, and less when torch has it
+            on disk.
+    """
+
+    def __init__(self, model: Any, linear: Linear, compiled: bool) -> None:
+        super().__init__()
+        layers = model.model.layers[: model.config.num_hidden_layers]
+        self.blocks = nn.ModuleList(Block(layer, linear) for layer in layers)
+        self.norm = Norm(model.model.norm)
+        self.head = linear([_layer(model, "lm_head")])
+        self._part = next(size for size in range(min(PART, len(layers)), 0, -1) if len(layers) % size == 0)
+        self._forward: Blocks = _compiled(f"blocks_of_{id(self)}") if compiled else _through
+
+    def hidden(self, x: Tensor, now: Pass, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+        """The residual stream behind the last block, of embeddings x; both of shape (n, H)."""
+        # Code made for the first pass of a text, where each token sees as many as there are, would serve no other.
+        forward = _through if now.end == len(x) else self._forward
+        for start in range(0, len(self.blocks), self._part):
+            part = slice(start, start + self._part)
+            x = forward(list(self.blocks[part]), x, now, keys[part], values[part])  # type: ignore[arg-type]
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Of the residual stream, shape (n, H), the logits, shape (n, V)."""
+        y: Tensor = self.head(self.norm(x))
+        return y
+
+
+def _through(blocks: Sequence[Block], x: Tensor, now: Pass, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """The residual stream behind some blocks."""
+    for block, of_keys, of_values in zip(blocks, keys, values, strict=True):
+        x = block(x, now, of_keys, of_values)
+    return x
+
+
+Blocks = Callable[[Sequence[Block], Tensor, Pass, Sequence[Tensor], Sequence[Tensor]], Tensor]
+
+
+def _compiled(name: str) -> Blocks:
+    """`_through` compiled for one decoder, by a name of its own.
+
+    torch makes so many versions of one code and then quietly runs it as it is. A code of another name has its versions to itself;
+    and should they be too many all the same, that is an error (fullgraph).
+    """
+    own = FunctionType(_through.__code__.replace(co_name=name), _through.__globals__, name)
+    compiled: Blocks = torch.compile(own, dynamic=True, fullgraph=True)
+    return compiled
 
 
 class LlamaDecoder:
@@ -161,6 +270,7 @@ class LlamaDecoder:
         model: transformers' LlamaForCausalLM, on one device, which is not to be changed afterwards.
         linear: how matrices run, see `plain_linear`. It is called once for each of [q, k, v], [o], [gate, up], [down] of each
             block, and for [head].
+        compiled: whether torch.compile makes code for the blocks, see `Stack`. It needs a C++ compiler.
 
     Raises:
         InputError: another class, training mode, more than one device, another dtype than DTYPES, rotary positions of a kind that
@@ -171,16 +281,14 @@ class LlamaDecoder:
     device: torch.device
     dtype: torch.dtype  # of the model's parameters
 
-    def __init__(self, model: PreTrainedModel, linear: Linear = plain_linear) -> None:
+    def __init__(self, model: PreTrainedModel, linear: Linear = plain_linear, *, compiled: bool = False) -> None:
         _check_model(model)
         base: Any = model.model
         self.config, self.device, self.dtype = model.config, model.device, model.dtype
         self.context = context_length(model)
-        self._embedding: Tensor = base.embed_tokens.weight.detach()
-        self._blocks = [_block(layer, linear) for layer in base.layers[: model.config.num_hidden_layers]]
-        self._norm = _norm(base.norm)
-        self._head = linear([_layer(model, "lm_head")])
-        self._rotary = _Rotary(base.rotary_emb, self.context)
+        self.embedding: Tensor = base.embed_tokens.weight.detach()
+        self.stack = Stack(model, linear, compiled).eval()
+        self.rotary = _Rotary(base.rotary_emb, self.context)
 
     def open(self) -> LlamaCache:
         """An empty cache, to feed one text to. Caches of one decoder know nothing of one another."""
@@ -197,7 +305,8 @@ class LlamaCache:
     def __init__(self, decoder: LlamaDecoder) -> None:
         self._decoder = decoder
         # Of each layer, shape (kv_heads, capacity, D), float32; rotated keys.
-        self._keys = [torch.empty(b.kv_heads, 0, b.width, device=decoder.device) for b in decoder._blocks]
+        blocks: Any = decoder.stack.blocks
+        self._keys = [torch.empty(b.kv_heads, 0, b.width, device=decoder.device) for b in blocks]
         self._values = [keys.clone() for keys in self._keys]
         self.length = 0
 
@@ -216,25 +325,26 @@ class LlamaCache:
         if not 1 <= len(tokens) <= self.room:
             raise InputError(f"{len(tokens)} tokens were fed to a cache of {self.length}; allowed: 1 to {self.room}")
         model, keep = self._decoder, len(tokens) if keep is None else keep
-        embedded = functional.embedding(tokens.to(model.device), model._embedding).float()
+        embedded = functional.embedding(tokens.to(model.device), model.embedding).float()
         x = torch.cat([self._feed(part) for part in embedded.split(LONGEST_PASS)])
-        return model._head(model._norm(x[-keep:]))
+        return model.stack.logits(x[-keep:])
 
     def _feed(self, x: Tensor) -> Tensor:
         """Feed the embeddings of n tokens, shape (n, H), and return the residual stream behind the last block, shape (n, H)."""
-        start, end = self.length, self.length + len(x)
-        self._reserve(end)
-        blocks = self._decoder._blocks
-        cos, sin = self._decoder._rotary.tables(start, end)
-        mask = None
-        if len(x) > 1:  # −∞ where the key is later than the query
-            later = torch.full((len(x), end), float("-inf"), device=x.device).triu_(start + 1)
-            mask = later.repeat(blocks[0].heads // blocks[0].kv_heads, 1)
-        now = _Pass(start, end, cos, sin, mask)
-        for block, keys, values in zip(blocks, self._keys, self._values, strict=True):
-            x = block.forward(x, now, keys, values)
-        self.length = end
+        now = self._pass(len(x))
+        x = self._decoder.stack.hidden(x, now, self._keys, self._values)
+        self.length = now.end
         return x
+
+    def _pass(self, rows: int) -> Pass:
+        """The next pass over so many tokens, with room made for their keys and values."""
+        start, end = self.length, self.length + rows
+        self._reserve(end)
+        cos, sin = self._decoder.rotary.tables(start, end)
+        first: Any = self._decoder.stack.blocks[0]
+        later = torch.full((rows, end), float("-inf"), device=cos.device).triu_(start + 1)
+        mask = later.repeat(first.heads // first.kv_heads, 1)
+        return Pass(torch.arange(start, end, device=cos.device), end, cos, sin, mask)
 
     def _reserve(self, length: int) -> None:
         """Make room for so many entries; doubling, so that of a long text few entries are copied often."""
@@ -320,27 +430,6 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _capacity(length: int, context: int) -> int:
     """The size of a buffer for so many entries: doubled from FIRST_CAPACITY, never beyond the context."""
     return min(context, max(FIRST_CAPACITY, 1 << (length - 1).bit_length()))
-
-
-def _block(layer: Any, linear: Linear) -> _Block:
-    attention, mlp, config = layer.self_attn, layer.mlp, layer.self_attn.config
-    return _Block(
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        width=attention.head_dim,
-        attention_norm=_norm(layer.input_layernorm),
-        qkv=linear([_layer(attention, name) for name in ("q_proj", "k_proj", "v_proj")]),
-        attention_out=linear([_layer(attention, "o_proj")]),
-        mlp_norm=_norm(layer.post_attention_layernorm),
-        gate_up=linear([_layer(mlp, name) for name in ("gate_proj", "up_proj")]),
-        activation=mlp.act_fn,
-        down=linear([_layer(mlp, "down_proj")]),
-    )
-
-
-def _norm(norm: Any) -> Run:
-    weight = norm.weight.detach().float()
-    return partial(functional.rms_norm, normalized_shape=weight.shape, weight=weight, eps=norm.variance_epsilon)
 
 
 def _layer(parent: nn.Module, name: str) -> nn.Module:

@@ -31,9 +31,13 @@ class Int8Linear(nn.Module):
         super().__init__()
         weight = weight.detach().float()
         # Rounded against the scale as it is stored, so that the error stays within half a step.
-        scales = (weight.abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
-        steps = (weight / scales.float()[:, None]).round().clamp(-127, 127)
-        self.register_buffer("weight", steps.to(torch.int8).contiguous())
+        least, most = weight.aminmax(dim=1)
+        largest = torch.maximum(-least, most)
+        scales = (largest / 127).clamp_min(torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
+        # What stays is allocated before what does not: in the gaps of that it would keep them from being given back.
+        levels = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
+        levels.copy_((weight / scales.float()[:, None]).round_().clamp_(-127, 127))
+        self.register_buffer("weight", levels)
         self.register_buffer("scales", scales)
         self.register_buffer("bias", None if bias is None else bias.detach().to(torch.bfloat16))
 
@@ -56,7 +60,7 @@ def bfloat16_copy(model: PreTrainedModel) -> PreTrainedModel:
     Buffers keep their dtype, as when a checkpoint is loaded in bfloat16: rotary frequencies cast to bfloat16 would misplace every
     token far from the start.
     """
-    return _cast_parameters(copy.deepcopy(model))
+    return cast_parameters(_borrowing_copy(model))
 
 
 def int8_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -64,13 +68,18 @@ def int8_copy(model: PreTrainedModel) -> PreTrainedModel:
 
     A head that is tied to the embedding is quantised on its own copy: the embedding stays in bfloat16.
     """
-    clone = copy.deepcopy(model)
-    for parent, name, weight, bias in list(_linears(clone)):
-        setattr(parent, name, Int8Linear(weight, bias))
-    return _cast_parameters(clone)
+    clone = _borrowing_copy(model)
+    for parent, name, weight, bias in list(linears(clone)):
+        setattr(parent, name, Int8Linear(weight, None if bias is None else bias.detach().clone()))
+    return cast_parameters(clone)
 
 
-def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor, Tensor | None]]:
+def _borrowing_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy that has the model's own parameters, so that they do not lie in memory twice until they are replaced one by one."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
+def linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor, Tensor | None]]:
     """(parent, attribute, weight (out, in), bias) of every linear layer, GPT-2's transposed Conv1D included."""
     for parent in model.modules():
         for name, child in parent.named_children():
@@ -80,7 +89,13 @@ def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor, Tensor 
                 yield parent, name, child.weight.T, child.bias
 
 
-def _cast_parameters(model: PreTrainedModel) -> PreTrainedModel:
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
+def cast_parameters(model: PreTrainedModel) -> PreTrainedModel:
+    """Cast the parameters to bfloat16, in place, and leave the buffers as they are."""
+    """Give the model parameters of its own, in bfloat16; those that were tied stay so."""
+    cast: dict[int, nn.Parameter] = {}
+    places = [(m, name, p) for m in model.modules() for name, p in m.named_parameters(recurse=False)]
+    for module, name, old in places:
+        if id(old) not in cast:
+            cast[id(old)] = nn.Parameter(old.detach().to(torch.bfloat16, copy=True), old.requires_grad)
+        setattr(module, name, cast[id(old)])
     return model

@@ -68,6 +68,8 @@ studies:
     loop_variants: [w4-row-gptq]
     kernel_variants: [w8-row-sym-rtn]
     kernels_compared: [default, joined, packed]
+    comparisons: [int8, lookup]
+    llama_cpp_pairs: []
     prompts_per_category: 2
     max_new_tokens: 4
   other: &other
@@ -86,6 +88,8 @@ studies:
     loop_variants: [w3-row-awq]
     kernel_variants: [bf16]
     kernels_compared: [default]
+    comparisons: [lookup]
+    llama_cpp_pairs: []
     prompts_per_category: 1
     max_new_tokens: 4
 study: *tiny
@@ -102,6 +106,12 @@ contexts:
     calibration_tokens: 24
     loop_prompts_per_category: 2
     loop_tokens: 4
+comparisons:
+  int8:
+    {categories: [rag, qa], prompts_per_category: 1, max_new_tokens: 5, kernels: [default, joined], k: [1, 2, auto],
+     expected_alpha: 0.8}
+  lookup: {categories: [rag], prompts_per_category: 2, max_new_tokens: 5, kernels: [packed], k: [auto],
+     expected_alpha: 0.8}
 decoding: {seed: 0, k: 2, temperature: 0.0, top_k: null, top_p: null, verifier: token}
 timing: {runs: 2, warmup: 1, device: cpu, dtype: float32, threads: 1, kernels: default}
 cost_curve: {rows: 2, contexts: [8], runs: 2}
@@ -126,7 +136,7 @@ from pathlib import Path
 
 from pipeline import cells
 
-TIMED = ("benchmark", "quantized_benchmark", "cost_curve")
+TIMED = ("benchmark", "quantized_benchmark", "cost_curve", "comparison")
 name, arguments = Path(sys.argv[0]).stem, sys.argv[1:]
 params = Path("params.yaml").read_text(encoding="utf-8")
 if name == "hardware":

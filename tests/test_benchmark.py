@@ -57,7 +57,7 @@ def seen(monkeypatch):
     """What reaches the comparison, which measures nothing here."""
     seen = SimpleNamespace()
 
-    def compare(target, drafter, prompts, setting, label):
+    def compare(target, drafter, prompts, setting, label, rival):
         vars(seen).update(target=target, drafter=drafter, prompts=prompts, setting=setting, label=label)
         return {"measured": True}
 
@@ -123,7 +123,10 @@ def test_the_least_allowed_values_pass(monkeypatch):
         (["--top-k", "0"], "top_k is 0"),
         (["--top-p", "1.5"], "top_p is 1.5"),
         (["--max-new-tokens", "600"], "max_new_tokens=600"),
-        (["--kernels", "joined"], "kernels is 'joined' for a GPT2LMHeadModel; allowed: default"),
+        (
+            ["--kernels", "joined"],
+            "kernels is 'joined' for a GPT2LMHeadModel in torch.float32 on cpu; allowed: default",
+        ),
         (["--backend", "hf", "--target", "nowhere"], "'nowhere' is not known"),
         (["--cell", "--backend", "hf", "--pair", "nobody"], "'nobody' is not in params.yaml"),
     ],

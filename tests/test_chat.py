@@ -1,6 +1,8 @@
 """Who wrote which token, with colours and without, whole characters only."""
 
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -160,6 +162,30 @@ def test_target_and_draft_run_on_the_kernels(monkeypatch, kernels):
     monkeypatch.setattr("sys.argv", ["chat.py", "Hi", "--device", "cpu", "--kernels", kernels])
     chat.main()
     assert [isinstance(model, LlamaDecoder) for model in seen.values()] == [kernels == "joined"] * 2
+
+
+@pytest.mark.parametrize("kernels", ["default", "joined", "packed"])
+def test_models_that_no_longer_decode_are_out_of_memory_while_others_do(monkeypatch, kernels):
+    """So that the matrices that other kernels copy lie there once."""
+    models = []
+
+    def load(*arguments, **options):
+        target = tiny_llama(vocab_size=128)
+        draft = nearby(target, 0.3)
+        models.extend(map(weakref.ref, (target, draft)))
+        return LoadedPair(target, ModelDrafter(draft), 0, Bytes(), [], None, None)
+
+    def generate(target, prompt, **options):
+        gc.collect()
+        assert [model() is not None for model in models] == [kernels == "default"] * 2
+        return result_of(Round(0, 0, 0, 1, ()))
+
+    monkeypatch.setattr(chat, "load_pair", load)
+    monkeypatch.setattr(chat, "encode_conversation", lambda *_: torch.tensor([[72]]))
+    monkeypatch.setattr(chat, "speculative_generate", generate)
+    monkeypatch.setattr("sys.argv", ["chat.py", "Hi", "--device", "cpu", "--kernels", kernels])
+    chat.main()
+    assert len(models) == 2
 
 
 def test_the_command_shows_the_text_that_plain_decoding_gives(monkeypatch, capsys):

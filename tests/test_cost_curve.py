@@ -281,9 +281,53 @@ def test_the_profile_shows_the_operators_of_target_and_draft(load, monkeypatch, 
     out = capsys.readouterr().out
     assert "target small, kernels joined, 2 behind 5 tokens" in out and "draft bf16, kernels joined" in out
     assert out.count("aten::linear") == 2 and out.count("Self CPU time total") == 2
+    for kind in (*profile_step.KINDS, profile_step.OUTSIDE):
+        assert out.count(f"%  {kind}\n") == 2
     load(target, PromptLookupDrafter())
     run(profile_step, monkeypatch, "--pair", "small_lookup")
     assert "draft" not in capsys.readouterr().out
+
+
+def test_kinds_and_what_lies_outside_of_operators_add_up_to_the_step(load):
+    step = passes(tiny_llama(), torch.tensor([1, 2, 3]), 1)[1]
+    first, whole, *kinds = [
+        line.split() for line in profile_step.described(step, 1, CPU).split("\n---")[0].splitlines()
+    ]
+    assert first[1] == whole[1] == "ms" and "without" in first and int(whole[whole.index("calls") - 1]) > 10
+    assert sum(float(line[0]) for line in kinds) == pytest.approx(float(whole[0]), abs=0.05)
+    names = {" ".join(line[3:]): float(line[0]) for line in kinds}
+    assert names.keys() == {*profile_step.KINDS, profile_step.OUTSIDE}
+    assert all(names[kind] > 0 for kind in ("matrix products", "attention", profile_step.OUTSIDE))
+
+
+@pytest.mark.parametrize(
+    ("kind", "operators"),
+    {
+        "matrix products": "aten::mm aten::addmm aten::linear aten::matmul aten::mv mkldnn::_linear_pointwise mkl::_mkl_linear "
+        "aten::_weight_int8pack_mm aten::_weight_int4pack_mm_for_cpu",
+        "attention": "aten::bmm aten::baddbmm aten::softmax aten::_softmax aten::scaled_dot_product_attention "
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "norms": "aten::rms_norm aten::_fused_rms_norm aten::native_layer_norm aten::pow aten::mean aten::rsqrt",
+        "copies and casts": "aten::copy_ aten::index_copy_ aten::_to_copy aten::to aten::cat aten::clone aten::contiguous",
+        "compiled code": "Torch-Compiled~Region:~0/0 ##~Call~CompiledFxGraph~f5 cpp_fused_add_0 TorchDynamo~Cache~Lookup",
+        "other operators": "aten::mul aten::add aten::silu aten::view aten::transpose aten::triu_ aten::embedding",
+    }.items(),
+)
+def test_an_operator_is_of_one_kind(kind, operators):
+    for operator in operators.split():
+        assert profile_step.kind_of(operator.replace("~", " ")) == kind, operator
+
+
+def test_what_no_operator_accounts_for_is_outside():
+    totals = profile_step.by_kind(
+        [("aten::mm", 0.5), ("aten::mm", 0.25), ("aten::bmm", 0.125), ("aten::mul", 0.0625)], 1.0
+    )
+    assert {kind: value for kind, value in totals.items() if value} == {
+        "matrix products": 0.75,
+        "attention": 0.125,
+        "other operators": 0.0625,
+        profile_step.OUTSIDE: 0.0625,
+    }
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ ORDER = [
     "sweep_confidence",
     "hf_benchmark",
     "cost_curve",
+    "comparison",
+    "llama_cpp",
     "greedy_identity",
     "contexts",
     "quantized_alpha",
@@ -166,7 +168,9 @@ def test_stages_of_one_script_declare_the_same_keys_but_for_what_they_vary():
         "sweep_confidence"
     )
     assert declared_keys("hf_benchmark") - sweep_k == {"timing"} and sweep_k <= declared_keys("hf_benchmark")
-    assert "timing.kernels" not in declared_keys("toy_benchmark") | declared_keys("cost_curve"), "they have their own"
+    assert "timing.kernels" not in declared_keys("toy_benchmark") | declared_keys("cost_curve") | declared_keys(
+        "comparison"
+    ), "they have their own"
     assert declared_keys("toy_sweep_temperature") - declared_keys("toy_sweep_k") == {"toy.k_for_temperature"}
     assert declared_keys("toy_sweep_k") <= declared_keys("toy_sweep_temperature")
 
@@ -185,7 +189,7 @@ def test_what_load_params_gives_is_called_params(module):
 # Paths and stages, as DVC itself resolves them
 
 
-@pytest.fixture(scope="module", params=["embedded", "quick", "gpt2", "smollm2", "quantized"])
+@pytest.fixture(scope="module", params=["embedded", "quick", "gpt2", "smollm2", "quantized", "llama_cpp"])
 def resolved(request, tmp_path_factory):
     """The parameters of a study and DVC's own stages for it, by full name."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -228,11 +232,12 @@ def test_git_keeps_every_result_and_dvc_may_reuse_every_measurement(resolved):
 
 
 def test_only_timed_cells_depend_on_the_machine(resolved):
-    _, stages = resolved
+    params, stages = resolved
     machine = {
         name.split("@")[0] for name, stage in stages.items() if any("hardware.json" in str(dep) for dep in stage.deps)
     }
-    assert machine == {"toy_benchmark", "hf_benchmark", "quantized_benchmark", "cost_curve"}
+    timed = {"toy_benchmark", "hf_benchmark", "quantized_benchmark", "cost_curve", "comparison"}
+    assert machine == timed | ({"llama_cpp"} if params.study.llama_cpp_pairs else set())
     for stage in stages.values():
         for dep in stage.deps:
             if "hardware.json" in str(dep):

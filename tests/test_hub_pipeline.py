@@ -57,6 +57,8 @@ studies:
     loop_variants: [w4-g32-awq]
     kernel_variants: [w4-g32-awq]
     kernels_compared: [default, packed]
+    comparisons: [gpt2]
+    llama_cpp_pairs: []
     prompts_per_category: 1
     max_new_tokens: 6
   troubled: &troubled
@@ -75,6 +77,8 @@ studies:
     loop_variants: [bf16]
     kernel_variants: [bf16]
     kernels_compared: [default]
+    comparisons: [fine]
+    llama_cpp_pairs: []
     prompts_per_category: 1
     max_new_tokens: 4
 study: *chain
@@ -91,6 +95,11 @@ contexts:
     calibration_tokens: 16
     loop_prompts_per_category: 1
     loop_tokens: 4
+comparisons:
+  gpt2: {{categories: [qa], prompts_per_category: 1, max_new_tokens: 6, kernels: [default, packed], k: [2, auto],
+     expected_alpha: 0.8}}
+  fine: {{categories: [qa], prompts_per_category: 1, max_new_tokens: 6, kernels: [default], k: [2],
+     expected_alpha: 0.8}}
 decoding: {{seed: 0, k: 2, temperature: 0.0, top_k: null, top_p: null, verifier: token}}
 timing: {{runs: 2, warmup: 1, device: cpu, dtype: float32, threads: 1, kernels: default}}
 cost_curve: {{rows: 2, contexts: [4], runs: 2}}

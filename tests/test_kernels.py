@@ -17,7 +17,7 @@ from specdec.cache import CachedModel
 from specdec.errors import InputError
 from specdec.gptq import gptq
 from specdec.grid import KINDS, Grid, GridWeight, round_to_nearest
-from specdec.kernels import GROUP_SIZES, Int4Linear, has_kernel, int8_head, kernel_copy, stored_bytes
+from specdec.kernels import GROUP_SIZES, INT4_GRID, Int4Linear, has_kernel, int4_copy, kernel_copy, stored_bytes
 from specdec.lowbit import Recipe, cast_copy, lowbit_copy
 from specdec.quantize import Int8Linear, bfloat16_copy
 
@@ -310,30 +310,30 @@ def test_a_tied_head_runs_on_a_copy_of_its_own():
 
 
 @pytest.mark.parametrize("name", ["gpt2, tied", "llama", "llama, tied"])
-def test_a_head_that_was_left_as_it_was_runs_in_8_bits(name):
-    kept = kernel_copy(lowbit_copy(MODELS[name], Recipe(Grid(4, 32), head=False)))
-    tied = kept.get_output_embeddings().weight is kept.get_input_embeddings().weight
-    assert tied == ("tied" in name)
-    before = CachedModel(kept).forward(TEXT).float()
-    clone = int8_head(copy.deepcopy(kept))
-    head, weight = clone.get_output_embeddings(), kept.get_output_embeddings().weight.detach()
-    assert type(head) is Int8Linear and clone.lm_head is head and type(kept.lm_head) is nn.Linear
-    # Round to nearest, symmetric, one scale a row; the embedding stays.
-    steps = head.weight.float() * head.scales.float()[:, None]
-    assert float(((steps - weight.float()).abs() / head.scales.float()[:, None]).max()) <= 0.51
-    assert torch.equal(head.weight.abs().amax(dim=1), torch.full((48,), 127))
-    assert torch.equal(clone.get_input_embeddings().weight, kept.get_input_embeddings().weight)
-    # A byte a weight and a scale of two a row, instead of two bytes a weight; those of a tied embedding are still there.
-    assert stored_bytes(clone) - stored_bytes(kept) == 48 * 64 + 48 * 2 - (0 if tied else 48 * 64 * 2)
-    after = CachedModel(clone).forward(TEXT).float()
-    assert 0 < float((after - before).norm()) < 0.02 * float(before.norm())
+def test_a_draft_of_4_bits_has_a_head_of_8(name):
+    model = MODELS[name]
+    before = copy.deepcopy(model.state_dict())
+    clone = int4_copy(model)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    head, weight = clone.get_output_embeddings(), model.get_output_embeddings().weight.detach()
+    assert type(head) is Int8Linear and clone.lm_head is head
+    expected = Int8Linear(weight, None)
+    assert torch.equal(head.weight, expected.weight) and torch.equal(head.scales, expected.scales)
+    assert torch.equal(clone.get_input_embeddings().weight, model.get_input_embeddings().weight.bfloat16())
+    kept = kernel_copy(lowbit_copy(model, Recipe(INT4_GRID, head=False)))
+    low = {name: layer for name, layer in clone.named_modules() if isinstance(layer, Int4Linear)}
+    assert set(low) == {name for name, layer in kept.named_modules() if isinstance(layer, Int4Linear)} and low
+    for name, layer in low.items():
+        assert torch.equal(layer.nibbles, kept.get_submodule(name).nibbles)
+        assert torch.equal(layer.scales, kept.get_submodule(name).scales)
+    assert all(parameter.dtype == torch.bfloat16 for parameter in clone.parameters()) and not clone.training
+    ours, theirs = (CachedModel(m).forward(TEXT).float() for m in (clone, kept))
+    assert 0 < float((ours - theirs).norm()) < 0.02 * float(theirs.norm())
 
 
-def test_a_head_of_low_bits_is_left_alone():
-    for recipe, kind in ((Recipe(Grid(4, 32)), "Int4Linear"), (Recipe(Grid(8, None, "sym")), "Int8Linear")):
-        clone = kernel_copy(lowbit_copy(MODELS["llama"], recipe))
-        with pytest.raises(InputError, match=rf"head of LlamaForCausalLM is a {kind}; allowed: Linear \(a recipe with"):
-            int8_head(clone)
+def test_a_layer_that_does_not_come_out_even_in_groups_has_no_4_bits():
+    with pytest.raises(InputError, match="group_size is 32, which does not divide the 72 columns"):
+        int4_copy(tiny_llama(hidden_size=72, num_attention_heads=6, num_key_value_heads=3))
 
 
 def test_rotary_frequencies_keep_their_precision():

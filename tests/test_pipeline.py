@@ -30,7 +30,8 @@ ALPHAS = {f"quantized_alpha@few-model-draft-{variant}" for variant in ("bf16", "
 LOOPS = {"quantized_loop@few-model-draft-w4-row-gptq"}
 QUANTIZED_BENCHMARKS = {"quantized_benchmark@tiny-model-draft-w8-row-sym-rtn"}
 COST_CURVES = {f"cost_curve@tiny-{pair}" for pair in PAIRS}
-TIMED = {"toy_benchmark"} | HF_BENCHMARKS | QUANTIZED_BENCHMARKS | COST_CURVES
+COMPARISONS = {f"comparison@tiny-{pair}" for pair in ("int8", "lookup")}
+TIMED = {"toy_benchmark"} | HF_BENCHMARKS | QUANTIZED_BENCHMARKS | COST_CURVES | COMPARISONS
 SWEEPS_K = {f"sweep_k@tiny-{pair}-{k}" for pair in PAIRS for k in (1, 2)}
 SWEEPS_TEMPERATURE = {f"sweep_temperature@tiny-{pair}-1.0" for pair in PAIRS}
 BLOCK = {"sweep_block@tiny-int8-1.0"}
@@ -38,7 +39,7 @@ CONFIDENCE = {"sweep_confidence@tiny-int8-0.0", "sweep_confidence@tiny-int8-0.5"
 IDENTITY = {"greedy_identity@tiny-int8-bfloat16"}
 TOY_SWEEPS = {"toy_sweep_k@1", "toy_sweep_k@2", "toy_sweep_temperature@0.2"}
 PROMPTED = SWEEPS_K | SWEEPS_TEMPERATURE | HF_BENCHMARKS | BLOCK | CONFIDENCE | IDENTITY | QUANTIZED_BENCHMARKS
-CELLS = PROMPTED | ALPHAS | LOOPS | TOY_SWEEPS | COST_CURVES | {"toy_benchmark"}
+CELLS = PROMPTED | ALPHAS | LOOPS | TOY_SWEEPS | COST_CURVES | COMPARISONS | {"toy_benchmark"}
 DOWNLOADS = {f"download@{pair}" for pair in PAIRS}
 LAST = {"tables", "plot", "report"}
 FIRST_SWEEP = "sweep_k@tiny-int8-1"
@@ -128,14 +129,17 @@ CHANGES = {
     "k while the temperature varies": (
         "0, k: 2",
         "0, k: 3",
-        SWEEPS_TEMPERATURE | BLOCK | IDENTITY | LOOPS | QUANTIZED_BENCHMARKS,
+        SWEEPS_TEMPERATURE | BLOCK | IDENTITY | LOOPS | QUANTIZED_BENCHMARKS | COMPARISONS,
     ),
     "temperature while k varies": (
         "temperature: 0.0",
         "temperature: 0.5",
-        SWEEPS_K | HF_BENCHMARKS | CONFIDENCE | QUANTIZED_BENCHMARKS,
+        SWEEPS_K | HF_BENCHMARKS | CONFIDENCE | QUANTIZED_BENCHMARKS | COMPARISONS,
     ),
-    "top_p": ("top_p: null", "top_p: 0.9", PROMPTED - IDENTITY),
+    "top_p": ("top_p: null", "top_p: 0.9", (PROMPTED - IDENTITY) | COMPARISONS),
+    "the acceptance that k: auto expects": ("expected_alpha: 0.8", "expected_alpha: 0.7", COMPARISONS),
+    "a comparison": ("kernels: [packed], k: [auto]", "kernels: [packed], k: [2, auto]", {"comparison@tiny-lookup"}),
+    "pairs that are compared": ("    comparisons: [int8, lookup]\n", "    comparisons: [int8]\n", {"tables"}),
     "verifier": ("verifier: token", "verifier: block", CELLS - BLOCK - IDENTITY - ALPHAS - LOOPS - COST_CURVES),
     "a confidence threshold": (
         "    confidence: [0.0, 0.5]\n",
@@ -153,7 +157,7 @@ CHANGES = {
         {"quantized_alpha@few-model-draft-w3-g16-awq", "tables"},
     ),
     "longer contexts": ("    max_new_tokens: 6\n", "    max_new_tokens: 7\n", CONTEXTS | LOOPS),
-    "timed runs": ("timing: {runs: 2", "timing: {runs: 3", HF_BENCHMARKS | QUANTIZED_BENCHMARKS),
+    "timed runs": ("timing: {runs: 2", "timing: {runs: 3", HF_BENCHMARKS | QUANTIZED_BENCHMARKS | COMPARISONS),
     "warm-up": ("warmup: 1", "warmup: 2", TIMED - COST_CURVES),
     "the number format of timed runs": ("dtype: float32", "dtype: bfloat16", TIMED),
     # Times only: acceptance is that of the models, whatever runs them.
@@ -187,7 +191,7 @@ def test_a17_a_changed_prompt(stood_in_once):
 def test_a17_a_changed_prompt_of_the_contexts(stood_in_once):
     with stood_in_once.undone("pipeline/context_prompts.jsonl"):
         stood_in_once.append("pipeline/context_prompts.jsonl", "\n")
-        assert set(stood_in_once.changes()) == CONTEXTS
+        assert set(stood_in_once.changes()) == CONTEXTS | COMPARISONS
 
 
 def test_a17_files_that_no_result_depends_on(stood_in_once):
@@ -276,6 +280,7 @@ def test_another_study_and_back(stood_in):
     other = {"sweep_k@other-lookup-2", "sweep_temperature@other-lookup-1.0", "hf_benchmark@other-lookup-2"}
     other |= {
         "cost_curve@other-lookup",
+        "comparison@other-lookup",
         "sweep_block@other-lookup-1.0",
         "sweep_confidence@other-lookup-0.0",
         "greedy_identity@other-lookup-bfloat16",
@@ -393,13 +398,23 @@ WRONG = {
         1,
         "The pair 'nosuch' is not in params.yaml; allowed: int8, lookup",
     ),
+    "comparison pair": (
+        ["pipeline/comparison.py", "--pair", "nosuch", *OUT],
+        1,
+        "The pair 'nosuch' is not in params.yaml; allowed: int8, lookup",
+    ),
+    "pair that is not compared": (
+        ["pipeline/comparison.py", "--pair", "misfit", *OUT],
+        1,
+        "comparisons of params.yaml has no 'misfit'; allowed: int8, lookup.",
+    ),
     "profile pair": (["pipeline/profile_step.py", "--pair", "nosuch"], 1, "The pair 'nosuch' is not in params.yaml"),
     "profile rows 0": (["pipeline/profile_step.py", "--pair", "int8", "--rows", "0"], 2, "--rows is 0; allowed"),
     "kernels": ([*TOY, "--kernels", "fast"], 2, "argument --kernels: invalid choice: 'fast'"),
     "kernels of the toy": (
         [*TOY, "--kernels", "joined"],
         1,
-        "kernels is 'joined' for a GPT2LMHeadModel; allowed: default",
+        "kernels is 'joined' for a GPT2LMHeadModel in torch.float32 on cpu; allowed: default",
     ),
     "chat kernels": ([*CHAT, "models/target", "--kernels", "fast"], 2, "argument --kernels: invalid choice: 'fast'"),
     "plot": (
@@ -647,16 +662,16 @@ def test_a19_every_result_is_there(measured_once, params):
         "toy_sweep_k",
         "toy_sweep_temperature",
         "cost_curve",
+        "comparison",
     ],
 )
 def test_the_cells_of_a_stage_have_the_same_keys(records, stage):
     (keys,) = {frozenset(record) for record in family(records, stage)}
-    wanted = (
-        {"curves", "bytes_per_second"}
-        if stage == "cost_curve"
-        else {"k", "temperature", "alpha", "mean_acceptance_length"}
-    )
-    assert wanted <= keys
+    wanted = {
+        "cost_curve": {"curves", "bytes_per_second"},
+        "comparison": {"contestants", "speedup_over_fastest", "auto_over_best_fixed_k_lo"},
+    }
+    assert wanted.get(stage, {"k", "temperature", "alpha", "mean_acceptance_length"}) <= keys
 
 
 def test_a13_f13_what_was_asked_for_is_what_was_measured(records, params):
@@ -671,6 +686,13 @@ def test_a13_f13_what_was_asked_for_is_what_was_measured(records, params):
             kernels = params.study.kernels_compared
             assert [c["kernels"] for c in record["curves"]] == kernels * (1 if record["draft"] == "lookup" else 2)
             assert {c["context"] for c in record["curves"]} == {8} and (record["rows"], record["runs"]) == (2, 2)
+            continue
+        if stage == "comparison":
+            spec = params.comparisons[record["pair"]]
+            assert {row["kernels"] for row in record["contestants"]} == {*spec.kernels, None}
+            last = {row["k"] for row in record["contestants"] if row["kernels"] == spec.kernels[-1]}
+            assert last == {*spec.k, params.decoding.k, None}
+            assert (record["runs"], record["prompts"], record["max_new_tokens"]) == (2, 2, 5)
             continue
         if stage == "quantized_alpha":
             assert record["variant"] in axes and record["temperatures"] == [0.0, 0.7, 1.0]

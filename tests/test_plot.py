@@ -25,12 +25,21 @@ from pipeline.study import Params
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = Path("plots/fake")
 NAMES = {
-    *("tokens_per_round", "acceptance_per_position", "acceptance_vs_temperature", "speedup", "cost_curve", "toy"),
-    *("block_verification", "confidence"),
+    *(
+        "tokens_per_round",
+        "acceptance_per_position",
+        "acceptance_vs_temperature",
+        "speedup",
+        "cost_curve",
+        "comparison",
+        "toy",
+    ),
+    *("block_verification", "confidence", "attribution"),
     *("quantized_alpha", "quantized_speedup", "break_even"),
 }
 SMALLEST = (
     fake_cells.PARAMS.replace("[small_int8, small_bf16, small_lookup]", "[small_int8]")
+    .replace("comparisons: [small_int8, small_lookup]", "comparisons: [small_int8]")
     .replace("k: [1, 2, 4, 8]", "k: [2]")
     .replace("[0.3, 1.0, 1.5]", "[1.0]")
     .replace("[0.0, 0.4, 0.8]", "[0.4]")
@@ -234,6 +243,28 @@ def test_kernels_that_were_not_run_have_no_line(study: Params) -> None:
         figure = plot.draw(FOLDER)["cost_curve"]
     heights = lines_of(figure, 0, "-")
     assert sum(np.isnan(line).all() for line in heights) == 2 and sum(np.isfinite(line).all() for line in heights) == 4
+
+
+def test_a_comparison_has_a_bar_for_each_contestant_the_fastest_on_top(study: Params) -> None:
+    path = cells.comparison("fake", "small_int8")
+    slow = [
+        c | ({"tokens_per_second": None} if c["name"] == "hf" else {}) for c in cells.read_json(path)["contestants"]
+    ]
+    fake_cells.edit(path, contestants=slow, refusals=[{"kernels": "compiled", "reason": "why"}])
+    tables.main()
+    with matplotlib.rc_context(plot.STYLE):
+        figure = plot.draw(FOLDER)["comparison"]
+    table = read_table(FOLDER, "comparison")
+    for ax, (pair, part) in zip(figure.axes, table[table["refusal"].isna()].groupby("pair", sort=False), strict=True):
+        bars: list[Any] = [*ax.patches]
+        widths = [bar.get_width() for bar in bars]
+        assert widths == sorted(part["tokens_per_second"].fillna(0)) and ax.get_title() == pair
+        names = [text.get_text() for text in ax.get_yticklabels()]
+        assert names[-1] == "speculative, packed, k = 4" and "HF with the draft, k = 4" in names
+        assert len({bar.get_facecolor() for bar in bars}) == 3, "plain, speculative, Hugging Face"
+        (baseline,) = ax.lines
+        assert np.asarray(baseline.get_xdata()).tolist() == [30.0, 30.0]
+    assert "plain, packed" in names and len(figure.axes[0].texts) == len(figure.axes[0].patches) - 1
 
 
 def test_the_smallest_study_without_intervals_or_acceptances_is_drawn(

@@ -111,6 +111,23 @@ def test_the_model_itself_is_untouched(make_copy, build):
     assert torch.equal(next(model.parameters()), next(iter(before.values())))  # nothing is shared
 
 
+@pytest.mark.parametrize("make_copy", [int8_copy, bfloat16_copy])
+def test_no_second_copy_of_the_float_weights_is_made_on_the_way(make_copy, monkeypatch):
+    """A model that barely fits into memory can be copied into fewer bits."""
+    model = tiny_llama()
+    monkeypatch.setattr(nn.Parameter, "__deepcopy__", lambda *_: pytest.fail("a parameter was copied as it is"))
+    make_copy(model)
+
+
+@pytest.mark.parametrize("make_copy", [int8_copy, bfloat16_copy])
+@pytest.mark.parametrize("build", BUILDERS, ids=IDS)
+def test_a_copy_of_a_model_in_bfloat16_shares_nothing_with_it_either(make_copy, build):
+    model = build().to(torch.bfloat16)
+    own = {tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+    clone = make_copy(model)
+    assert not own & {tensor.data_ptr() for tensor in [*clone.parameters(), *clone.buffers()]}
+
+
 @pytest.mark.parametrize("build", BUILDERS, ids=IDS)
 def test_an_int8_copy_has_no_float_layer_left(build):
     model, clone = build(), int8_copy(build())

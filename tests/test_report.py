@@ -17,6 +17,7 @@ from specdec.theory import expected_tokens_per_round
 
 FOLDER = Path("plots/fake")
 BENCHMARK = cells.hf_benchmark("fake", "small_int8", 4)
+COMPARED = "Kernels, k and baselines in one run"
 COSTS = "What a pass over several tokens costs"
 STOPPING, IDENTITY = "Stopping the draft early", "Greedy identity in other number formats"
 
@@ -187,6 +188,9 @@ def test_a10_identity_is_claimed_only_where_the_cell_claims_it(study: Params) ->
     timed += [cells.quantized_benchmark("fake", "small_int8", variant) for variant in study.study.kernel_variants]
     for path in [*timed, cells.toy_benchmark()]:
         fake_cells.edit(path, identical="not checked", identical_prompts=None)
+    for path in (cells.comparison("fake", pair) for pair in study.study.comparisons):
+        contestants = [c | {"identical": "not checked"} for c in cells.read_json(path)["contestants"]]
+        fake_cells.edit(path, contestants=contestants)
     whole = text()
     of_timed_cells = whole.replace(section(whole, IDENTITY), "")
     assert "identical" not in of_timed_cells and "lossless" not in whole.lower()
@@ -282,6 +286,45 @@ def test_what_a_pass_costs_is_told_by_kernels(study: Params) -> None:
     ) in told
     (lookup,) = [line for line in told.splitlines() if line.startswith("- `small_lookup`")]
     assert lookup.endswith("times as fast as default.")
+
+
+def test_a_comparison_tells_who_was_faster_than_whom(study: Params) -> None:
+    path = cells.comparison("fake", "small_int8")
+    fake_cells.edit(path, refusals=[{"kernels": "compiled", "reason": "for a reason"}])
+    told = section(text(), COMPARED)
+    rows = table(told)
+    assert "default / joined / packed / compiled kernels; torch" in told
+    assert [row["decoding"] for row in rows][:2] == ["speculative, packed, k = 4", "speculative, packed, k = auto"]
+    speeds = [float(row["tok/s"]) for row in rows if row["pair"] == "small_int8"]
+    assert speeds == sorted(speeds, reverse=True) and len(speeds) == 11
+    assert (
+        rows[0]["over same kernels"] == "1.50 [1.45, 1.55]" and rows[0]["measured / predicted"] == "0.95 [0.93, 0.97]"
+    )
+    plain = next(row for row in rows if row["decoding"] == "plain, packed")
+    assert (plain["over HF"], plain["over fastest"], plain["τ"]) == ("1.67 [1.62, 1.72]", "–", "–")
+    (line,) = [line for line in told.splitlines() if line.startswith("- `small_int8`")]
+    for sentence in (
+        "fastest with a draft: speculative, packed, k = 4, 45.0 tokens/s, greedy output identical; fastest without one: plain, ",
+        "1.50 [1.45, 1.55] times the speed of the fastest decoding without a draft: faster; 2.50 [2.45, 2.55] times the speed ",
+        "k = auto has 0.99 [0.97, 1.01] times the speed of the best fixed k here, 4: not distinguishable from 1.",
+        "compiled not run: for a reason.",
+    ):
+        assert sentence in line
+    assert "k = auto" not in told.splitlines()[-1], "nobody compared it for small_lookup"
+
+
+def test_a_comparison_without_the_draft_of_hugging_face_or_intervals_says_so(study: Params) -> None:
+    for pair in study.study.comparisons:
+        path = cells.comparison("fake", pair)
+        known = [c for c in cells.read_json(path)["contestants"] if c["method"] != "hf_assisted"]
+        without = [
+            {key: None if key.endswith(("_lo", "_hi")) or "assisted" in key else value for key, value in c.items()}
+            for c in known
+        ]
+        fake_cells.edit(path, contestants=without, auto_over_best_fixed_k_lo=None, auto_over_best_fixed_k_hi=None)
+    told = section(text(), COMPARED)
+    assert "not compared with HF with the draft" in told and "nan" not in told
+    assert "1.50 [–] times the speed of plain, packed: too few prompts for an interval" in told
 
 
 def test_kernels_that_were_not_run_are_named(study: Params) -> None:

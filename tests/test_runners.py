@@ -6,19 +6,20 @@ import itertools
 import pytest
 import torch
 from stand_ins import disagreeing, nearby, tiny_gpt2, tiny_llama, tiny_mistral
+from torch._dynamo.utils import counters
 
 from specdec.cache import CachedModel, Decoder, open_cache
 from specdec.drafters import ModelDrafter, PromptLookupDrafter
 from specdec.errors import InputError
 from specdec.generate import autoregressive_generate, speculative_generate
 from specdec.grid import Grid
-from specdec.kernels import int8_head, kernel_copy
+from specdec.kernels import int4_copy, kernel_copy
 from specdec.llama import LlamaDecoder, plain_linear
 from specdec.lowbit import Recipe, lowbit_copy
-from specdec.packed import PackedLinear, packs
+from specdec.packed import DecodingLinear, PackedLinear, packs
 from specdec.policy import AdaptiveK
 from specdec.quantize import bfloat16_copy, int8_copy
-from specdec.runners import KERNELS, runner
+from specdec.runners import KERNELS, compiles, fastest, runner
 from specdec.timing import cached_step
 
 TEXT = torch.randint(40, (20,), generator=torch.Generator().manual_seed(0))
@@ -44,7 +45,7 @@ LOW_BITS = {
     "8 bits": int8_copy,
     "4 bits": four_bits,
     "4 bits, head of 16": lambda model: four_bits(model, head=False),
-    "4 bits, head of 8": lambda model: int8_head(four_bits(model, head=False)),
+    "4 bits, head of 8": int4_copy,
 }
 
 
@@ -56,7 +57,9 @@ def logits(model, parts=(11, 1, 3, 5)):
 # What a name means
 
 
-RUNS_ON = [(kernels, name) for kernels in KERNELS for name in CLASSES if kernels != "joined" or "llama" in name]
+RUNS_ON = [
+    (kernels, name) for kernels in KERNELS for name in CLASSES if kernels in ("default", "packed") or "llama" in name
+]
 
 
 @pytest.mark.parametrize(("kernels", "name"), RUNS_ON)
@@ -67,11 +70,13 @@ def test_logits_are_those_of_the_model(kernels, name):
 
 def packed_layers(module_or_decoder):
     if isinstance(module_or_decoder, LlamaDecoder):
-        blocks = module_or_decoder._blocks
-        runs = [run for b in blocks for run in (b.qkv, b.attention_out, b.gate_up, b.down)] + [module_or_decoder._head]
+        blocks = module_or_decoder.stack.blocks
+        runs = [run for b in blocks for run in (b.qkv, b.attention_out, b.gate_up, b.down)] + [
+            module_or_decoder.stack.head
+        ]
     else:
         runs = list(module_or_decoder.modules())
-    return sum(isinstance(run, PackedLinear) for run in runs)
+    return sum(isinstance(run, PackedLinear | DecodingLinear) for run in runs)
 
 
 @needs_onednn
@@ -95,7 +100,47 @@ def test_layers_of_low_bits_run_on_their_own_kernels_by_both_names(bits):
     assert torch.equal(first, second) and torch.equal(first, logits(LlamaDecoder(low, plain_linear)))
     assert all(torch.equal(before[name], value) for name, value in low.state_dict().items())
     other = int8_copy(tiny_gpt2())
-    assert all(runner(other, kernels) is other for kernels in KERNELS)
+    assert all(runner(other, kernels, draft=True) is other for kernels in KERNELS)
+
+
+def test_compiled_code_serves_any_number_of_tokens_behind_any_context():
+    """One version for one token and one for more; every further one would take seconds in the middle of a text."""
+    compiled = runner(tiny_llama(max_position_embeddings=600), "compiled")
+    cached, reference = compiled.open(), CachedModel(tiny_llama(max_position_embeddings=600))
+    seen = set()
+    counters.clear()
+    for rows in (5, 1, 3, 1, 130, 2, 1, 200, 7, 150, 1):  # beyond the first buffers of keys and values, too
+        part = torch.randint(40, (rows,), generator=torch.Generator().manual_seed(rows))
+        torch.testing.assert_close(cached.forward(part), reference.forward(part), rtol=0, atol=1e-4)
+        seen.add(counters["stats"]["unique_graphs"])
+    assert max(seen) == 2 and cached.length == 501
+
+
+def test_every_compiled_decoder_has_its_own_versions(monkeypatch):
+    """torch gives up on a function of which it has made so many."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    for heads in (2, 4):
+        model = tiny_llama(1, num_attention_heads=heads, num_key_value_heads=2)
+        torch.testing.assert_close(logits(runner(model, "compiled")), logits(model), rtol=0, atol=1e-4)
+
+
+def test_where_nothing_compiles_the_next_best_runs(monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("no working compiler")
+
+    llama, gpt2 = tiny_llama(), tiny_gpt2()
+    assert fastest(llama) == "compiled" and fastest(gpt2) == ("packed" if packs(torch.ones(1, 1)) else "default")
+    assert fastest(tiny_llama().to("meta")) == "default" and fastest(bfloat16_copy(gpt2)) == "default"
+    compiles.cache_clear()
+    try:
+        monkeypatch.setattr(torch, "compile", fails)
+        assert fastest(llama) == fastest(gpt2)
+        with pytest.raises(InputError, match=r"kernels is 'compiled' for a LlamaForCausalLM in .* with a C"):
+            runner(llama, "compiled")
+        draft = runner(bfloat16_copy(llama), "compiled", draft=True)
+        assert torch.equal(logits(draft), logits(LlamaDecoder(bfloat16_copy(llama))))
+    finally:
+        compiles.cache_clear()
 
 
 @needs_onednn
@@ -117,7 +162,7 @@ def test_a_draft_in_16_bits_has_nothing_to_pack_and_a_target_is_refused():
 
 
 def test_what_these_kernels_do_not_run_is_refused_by_name():
-    with pytest.raises(InputError, match=r"^kernels is 'fast'; allowed: default, joined, packed$"):
+    with pytest.raises(InputError, match=r"^kernels is 'fast'; allowed: default, joined, packed, compiled$"):
         runner(tiny_llama(), "fast")
     with pytest.raises(
         InputError, match=r"for a GPT2LMHeadModel in torch.bfloat16 on cpu; allowed: default, or float3"
@@ -125,10 +170,18 @@ def test_what_these_kernels_do_not_run_is_refused_by_name():
         runner(bfloat16_copy(tiny_gpt2()), "packed")
     with pytest.raises(InputError, match=r"in torch.float32 on meta; allowed: default, joined, or float32 on a CPU"):
         runner(tiny_llama().to("meta"), "packed")
-    with pytest.raises(InputError, match=r"kernels is 'joined' for a GPT2LMHeadModel; allowed: default, (packed, )?or"):
+    with pytest.raises(
+        InputError, match=r"'joined' for a GPT2LMHeadModel in .* on cpu; allowed: default, (packed, )?or"
+    ):
         runner(tiny_gpt2(), "joined")
-    with pytest.raises(InputError, match=r"'joined' for a MistralForCausalLM; allowed: default, or a LlamaForCausalLM"):
+    with pytest.raises(
+        InputError, match=r"'joined' for a MistralForCausalLM in .*; allowed: default, or a LlamaForCausalLM"
+    ):
         runner(bfloat16_copy(tiny_mistral()), "joined")
+    with pytest.raises(
+        InputError, match=r"'compiled' for a GPT2LMHeadModel in .*, or a LlamaForCausalLM on a CPU with a C"
+    ):
+        runner(tiny_gpt2(), "compiled")
     with pytest.raises(InputError, match="is in training mode"):
         runner(tiny_llama().train(), "joined")
     with pytest.raises(InputError, match=r"torch.float64; allowed: torch.float32, "):
@@ -152,7 +205,13 @@ def prompt_of(length, seed=0):
     return torch.randint(40, (1, length), generator=seeded(seed))
 
 
-RUNS = [("joined", "joined"), ("packed", "packed"), ("default", "joined"), ("packed", "default")]
+RUNS = [
+    ("joined", "joined"),
+    ("packed", "packed"),
+    ("default", "joined"),
+    ("packed", "default"),
+    ("compiled", "compiled"),
+]
 SAMPLINGS = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9}]
 
 
@@ -207,7 +266,7 @@ def test_plain_decoding_look_up_and_an_end_token(kernels):
 
 
 @pytest.mark.parametrize("bits", LOW_BITS)
-@pytest.mark.parametrize("kernels", ["joined", "packed"])
+@pytest.mark.parametrize("kernels", ["joined", "packed", "compiled"])
 def test_a_draft_of_low_bits_drafts_for_its_target(bits, kernels):
     target = wide_llama()
     ours, drafter = runner(target, kernels), ModelDrafter(runner(LOW_BITS[bits](target), kernels, draft=True))

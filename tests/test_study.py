@@ -21,6 +21,8 @@ from specdec.errors import InputError
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "params.yaml").read_text(encoding="utf-8")
 GOOD = YAML(typ="safe").load(TEXT)
+PAIR = "smollm2-135m_lookup"
+COMPARED = GOOD["comparisons"][PAIR]
 MISSING = object()
 
 
@@ -126,7 +128,11 @@ def test_a_pair_may_have_a_device_of_its_own(tmp_path, device):
         (("study", "max_new_tokens"), None, "study.max_new_tokens is null; allowed: integers of at least 1."),
         (("study", "kk"), [1], "study.kk is not a known key; allowed: name, pairs, k, temperature, benchmark_k,"),
         (("study", "max_new_tokens"), MISSING, "study.max_new_tokens is missing, but every key needs a value."),
-        (("study",), "embedded", 'study is "embedded"; allowed: *embedded, *quick, *gpt2, *smollm2, *quantized, with the star.'),
+        (
+            ("study",),
+            "embedded",
+            'study is "embedded"; allowed: *embedded, *quick, *gpt2, *smollm2, *quantized, *llama_cpp, with the star.',
+        ),
         (("study",), 3, "study is 3; allowed: a mapping with the keys name, pairs,"),
         (("study",), {**GOOD["study"], "k": [9]}, "study is none of studies; allowed: an alias of one, such as *embedded, *"),
         (("studies", "quick", "name"), "embedded", 'studies.quick.name is "embedded"; allowed: quick.'),
@@ -134,10 +140,10 @@ def test_a_pair_may_have_a_device_of_its_own(tmp_path, device):
         (("studies", "a.b"), GOOD["study"], 'studies has the key "a.b"; allowed: names of letters, digits, - and _.'),
         (("pairs", "a@b"), {"target": "smollm2-135m", "draft": "int8"}, 'pairs has the key "a@b"; allowed: names of letters,'),
         (("pairs", "p"), {"target": "gone", "draft": "int8"}, 'pairs.p.target is "gone"; allowed: smollm2-135m, gpt2, '),
-        (("pairs", "p"), {"target": "smollm2-135m", "draft": "int4"}, 'pairs.p.draft is "int4"; allowed: int8, bf16, lookup, s'),
+        (("pairs", "p"), {"target": "smollm2-135m", "draft": "int3"}, 'pairs.p.draft is "int3"; allowed: int4, int8, bf16, lo'),
         (("pairs", "p"), {"target": "smollm2-135m"}, "pairs.p.draft is missing"),
         (("models", "m.1"), GOOD["models"]["smollm2-135m"], 'models has the key "m.1"; allowed: names of letters, digits, -'),
-        (("models", "int8"), {"source": "local", "path": "x"}, 'models has the key "int8"; allowed: names other than int8,'),
+        (("models", "int8"), {"source": "local", "path": "x"}, 'models has the key "int8"; allowed: names other than int4, in'),
         (("models", "m"), {"source": "ftp"}, 'models.m is {"source": "ftp"}; allowed: a mapping with source: wheel or source'),
         (("models", "m"), {"path": "x"}, 'models.m is {"path": "x"}; allowed: a mapping with source: wheel or source: local or'),
         (("models", "m"), {"source": "local", "path": ""}, 'models.m.path is ""; allowed: texts that are not empty.'),
@@ -183,13 +189,26 @@ def test_a_pair_may_have_a_device_of_its_own(tmp_path, device):
         (("timing", "device"), "gpu", 'timing.device is "gpu"; allowed: auto or cpu or cuda or mps or spread.'),
         (("timing", "dtype"), "int8", 'timing.dtype is "int8"; allowed: float32 or bfloat16 or float16.'),
         (("timing", "threads"), 0, "timing.threads is 0; allowed: null or integers of at least 1."),
-        (("timing", "kernels"), "fast", 'timing.kernels is "fast"; allowed: default or joined or packed.'),
-        (("timing", "kernels"), None, "timing.kernels is null; allowed: default or joined or packed."),
-        (("timing", "kernels"), ["packed"], 'timing.kernels is ["packed"]; allowed: default or joined or packed.'),
+        (("timing", "kernels"), "fast", 'timing.kernels is "fast"; allowed: auto or default or joined or packed or comp'),
+        (("timing", "kernels"), None, "timing.kernels is null; allowed: auto or default or joined or packed or comp"),
+        (("timing", "kernels"), ["packed"], 'timing.kernels is ["packed"]; allowed: auto or default or joined or packed or comp'),
         (("timing", "kernels"), MISSING, "timing.kernels is missing, but every key needs a value."),
         (("study", "kernels_compared", 1), "oneDNN", 'study.kernels_compared[1] is "oneDNN"; allowed: default or joined or'),
         (("study", "kernels_compared"), ["packed"] * 2, 'study.kernels_compared is ["packed", "packed"]; allowed: lists without'),
         (("study", "kernels_compared"), [], "study.kernels_compared is []; allowed: lists of at least one value."),
+        (("study", "comparisons"), [], "study.comparisons is []; allowed: lists of at least one value."),
+        (("study", "comparisons", 0), "x", 'study.comparisons[0] is "x"; allowed: a pair of study.pairs that comparisons has'),
+        (("study", "comparisons", 0), "gpt2_distilgpt2", 'study.comparisons[0] is "gpt2_distilgpt2"; allowed: a pair of study.'),
+        (("comparisons", "nobody"), COMPARED, 'comparisons has the key "nobody"; allowed: smollm2-135m_int8,'),
+        (("comparisons", PAIR, "kernels", 0), "fast", f'comparisons.{PAIR}.kernels[0] is "fast"; allowed: default or joined or'),
+        (("comparisons", PAIR, "kernels"), [], f"comparisons.{PAIR}.kernels is []; allowed: lists of at least one value."),
+        (("comparisons", PAIR, "k", 0), 0, f"comparisons.{PAIR}.k[0] is 0; allowed: integers of at least 1, or auto."),
+        (("comparisons", PAIR, "k", 0), "many", f'comparisons.{PAIR}.k[0] is "many"; allowed: integers of at least 1, or auto.'),
+        (("comparisons", PAIR, "k"), [True], f"comparisons.{PAIR}.k[0] is true; allowed: integers of at least 1, or auto."),
+        (("comparisons", PAIR, "k"), ["auto"] * 2, f'comparisons.{PAIR}.k is ["auto", "auto"]; allowed: lists without repeats.'),
+        (("comparisons", PAIR, "categories", 0), "", f'comparisons.{PAIR}.categories[0] is ""; allowed: texts that are not'),
+        (("comparisons", PAIR, "pair"), "x", f"comparisons.{PAIR}.pair is not a known key; allowed: categories, prompts_per_"),
+        (("comparisons", PAIR, "expected_alpha"), 1.5, f"comparisons.{PAIR}.expected_alpha is 1.5; allowed: pr"),
         (("cost_curve", "rows"), 0, "cost_curve.rows is 0; allowed: integers of at least 1."),
         (("cost_curve", "contexts", 0), 0, "cost_curve.contexts[0] is 0; allowed: integers of at least 1."),
         (("cost_curve", "contexts"), [64, 64], "cost_curve.contexts is [64, 64]; allowed: lists without repeats."),
@@ -214,7 +233,7 @@ def test_a_pair_may_have_a_device_of_its_own(tmp_path, device):
         (
             ("toys",),
             {},
-            "toys is not a known key; allowed: models, pairs, study, studies, prompts, context_prompts, contexts, decoding,",
+            "toys is not a known key; allowed: models, pairs, study, studies, prompts, context_prompts, contexts, comparisons",
         ),
     ],
 )  # fmt: skip
@@ -292,6 +311,8 @@ def test_hardware_stops_bad_input_before_it_touches_anything(tmp_path):
         "too few": changed(("study", "prompts_per_category"), 10**6),
         "no file": changed(("prompts", "file"), "gone.jsonl"),
         "no context prompts": changed(("context_prompts",), "gone.jsonl"),
+        "category of a comparison": changed(("comparisons", PAIR, "categories"), ["poetry"]),
+        "too few for a comparison": changed(("comparisons", PAIR, "prompts_per_category"), 25),
         "too few for contexts": changed(("contexts", "full", "calibration_per_category"), 4),
         "device": changed(("timing", "device"), "mps" if sys.platform != "darwin" else "cuda"),
         "kernels": changed(("timing",), {**GOOD["timing"], "device": "cpu", "dtype": "bfloat16", "kernels": "packed"}),

@@ -15,8 +15,8 @@ from specdec.errors import InputError
 from specdec.theory import expected_tokens_per_round, iid_acceptance_length
 
 NAMES = {
-    *("sweep_k", "sweep_temperature", "acceptance_per_position", "hf_benchmark", "cost_curve"),
-    *("sweep_block", "sweep_confidence", "greedy_identity"),
+    *("sweep_k", "sweep_temperature", "acceptance_per_position", "hf_benchmark", "cost_curve", "comparison"),
+    *("sweep_block", "sweep_confidence", "greedy_identity", "llama_cpp"),
     *("quantized_alpha", "quantized_contrasts", "quantized_loop", "quantized_benchmark"),
     *("toy_k", "toy_temperature", "toy_acceptance_per_position", "toy_benchmark"),
 }
@@ -82,6 +82,30 @@ def test_a_curve_without_a_needed_key_is_named(study: Params) -> None:
         tables.gather(study)
 
 
+def test_every_contestant_of_a_comparison_is_a_row_and_so_are_kernels_that_do_not_run(study: Params) -> None:
+    path = cells.comparison("fake", "small_int8")
+    fake_cells.edit(path, refusals=[{"kernels": "compiled", "reason": "for a reason"}])
+    table, record = tables.gather(study)["comparison"], cells.read_json(path)
+    part = table[table["pair"] == "small_int8"]
+    assert part["name"].tolist()[:-1] == [contestant["name"] for contestant in record["contestants"]]
+    assert set(table["pair"]) == set(study.study.comparisons)
+    for row, contestant in zip(part.to_dict("records"), record["contestants"], strict=False):
+        for key in ("k", "kernels", "tokens_per_second", "speedup", "speedup_over_hf_assisted_hi", "identical"):
+            assert row[key] == contestant[key] or (pd.isna(row[key]) and contestant[key] is None)
+        assert row["best_fixed_k"] == 4 and row["fastest_plain"] == record["fastest_plain"] and pd.isna(row["refusal"])
+    last = part.iloc[-1]
+    assert (last["kernels"], last["refusal"]) == ("compiled", "for a reason") and pd.isna(last["name"])
+
+
+def test_a_contestant_without_a_needed_key_is_named(study: Params) -> None:
+    path = cells.comparison("fake", "small_lookup")
+    contestants = cells.read_json(path)["contestants"]
+    del contestants[1]["speedup_over_hf"]
+    fake_cells.edit(path, contestants=contestants)
+    with pytest.raises(InputError, match=f"^{path} lacks the key speedup_over_hf"):
+        tables.gather(study)
+
+
 def test_a_timed_cell_needs_no_gain_and_a_sweep_does(study: Params) -> None:
     assert "block_gain" not in tables.gather(study)["hf_benchmark"]
     path = cells.sweep_temperature("fake", "small_lookup", 0.3)
@@ -113,6 +137,7 @@ def test_a_cell_that_the_study_does_not_declare_is_left_out(study: Params) -> No
         *("sweep_k/fake/small_bf16/2.json", "toy/temperature/0.2.json", "toy/benchmark.json"),
         *("sweep_block/fake/small_int8/1.0.json", "sweep_confidence/fake/small_int8/0.4.json"),
         *("greedy_identity/fake/small_int8/float16.json", "cost_curve/fake/small_bf16.json"),
+        "comparison/fake/small_lookup.json",
         *("quantized_alpha/few/small_int8/w3-row-rtn.json", "quantized_loop/few/small_int8/bf16.json"),
         "quantized_benchmark/fake/small_int8/w4-g64-gptq.json",
     ],
@@ -147,6 +172,9 @@ def test_a_missing_cell_is_named_and_no_table_is_touched(study: Params, path: st
         (cells.hf_benchmark("fake", "small_int8", 4), "speedup_over_hf_assisted_hi"),
         (cells.cost_curve("fake", "small_int8"), "bytes_per_second"),
         (cells.cost_curve("fake", "small_int8"), "curves"),
+        (cells.comparison("fake", "small_lookup"), "contestants"),
+        (cells.comparison("fake", "small_lookup"), "refusals"),
+        (cells.comparison("fake", "small_int8"), "auto_over_best_fixed_k_hi"),
     ],
 )
 def test_a_cell_without_a_needed_key_is_named(study: Params, path: Path, key: str) -> None:
