@@ -115,6 +115,7 @@ def hf_cell(params: Params, pair_name: str, k: int) -> dict[str, Any]:
         params.timing.warmup,
         params.decoding.verifier,
         params.timing.kernels,
+        hf_assisted=False,  # a question of stage `comparison`
     )
     return measure("hf", bench, setting)
 

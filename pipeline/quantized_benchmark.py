@@ -64,7 +64,7 @@ def time_variant(params: Params, contexts_name: str, pair_name: str, variant_nam
         params.timing.warmup,
         params.decoding.verifier,
         params.timing.kernels,
-        hf_assisted=False,  # a question of the pair, and of hf_benchmark
+        hf_assisted=False,  # a question of stage `comparison`
     )
     return {
         **measure("hf", bench, setting),

@@ -102,7 +102,8 @@ def report(study: str, folder: Path) -> str:
     costs, compared = read_table(folder, "cost_curve"), read_table(folder, "comparison")
     blocks = [
         f"# Study `{study}`",
-        *(BEGIN, header(benchmark), results(benchmark), verdicts(benchmark), READING, END),
+        *(BEGIN, header(benchmark), results(benchmark), verdicts(benchmark), READING),
+        *(comparison_findings(compared), place_for_speculation(costs, benchmark, quantized_benchmark), END),
         *("## Why not more", ATTRIBUTION, attribution(benchmark, quantized_benchmark)),
         attribution_findings(benchmark, quantized_benchmark),
         *(PLACE, place_for_speculation(costs, benchmark, quantized_benchmark)),

@@ -141,8 +141,8 @@ class PackedLinear(nn.Module):
 class DecodingLinear(nn.Module):
     """y = x Wᵀ + b with W packed twice: in MKL's order for one row, in oneDNN's for more. To infer with, and not to be moved.
 
-    Each is the faster one at its own: over all matrices of a model of 135M parameters one row took 20 ms by MKL and 32 by oneDNN,
-    five rows took 26 and 28. It takes twice the memory of W.
+    Each is the faster one at its own on the CPU that this was written on; stage `cost_curve` shows what comes of both. It takes
+    twice the memory of W.
 
     Args:
         weight: shape (out, in); not kept.

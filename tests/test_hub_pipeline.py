@@ -182,8 +182,6 @@ def test_the_chain_from_the_hub_to_the_tables(lab, measured, hub):
     for pair in ("gpt2", "qwen"):
         timed = cells.read_json(lab.root / cells.hf_benchmark("chain", pair, 2))
         assert timed["identical"] == "identical"
-        # Of a draft with another vocabulary size, generate makes no use.
-        assert (timed["hf_assisted_identical_prompts"] is None) == (pair == "qwen")
         revisions = [manifest(lab, pair)[role]["revision"] for role in ("target", "draft")]
         assert [timed["target_revision"], timed["draft_revision"]] == revisions
         swept = cells.read_json(lab.root / cells.sweep_k("chain", pair, 2))

@@ -33,14 +33,14 @@ def test_every_claim_names_a_test():
         assert re.search(r"Tests?: `test_\w+`", body.split("\n## ")[0]), f"claim {number}"
 
 
-QUANTISED = [ROOT / "notes" / name for name in ("gptq.md", "awq.md", "quantised-drafts.md")]
+VALUES = [ROOT / "notes" / name for name in ("gptq.md", "awq.md", "quantised-drafts.md", "cpu.md")]
 NUMBER = r"([+−]?\d+(?:\.\d+)?)"
 WITH_INTERVAL = re.compile(rf"{NUMBER}\s\[{NUMBER},\s{NUMBER}\]")
 
 
 def measured():
-    """Every value with an interval in the committed tables of quantised drafts."""
-    for path in sorted((ROOT / "plots").glob("*/quantized_*.csv")):
+    """Every value with an interval in the committed tables."""
+    for path in sorted((ROOT / "plots").glob("*/*.csv")):
         table = pd.read_csv(path)
         for key in [name.removesuffix("_lo") for name in table if name.endswith("_lo")]:
             triples = table[[key, f"{key}_lo", f"{key}_hi"]].dropna()
@@ -48,8 +48,8 @@ def measured():
 
 
 def test_values_with_an_interval_in_the_notes_are_measured_ones():
-    """As they are or in points; a loss may be written as a positive number."""
-    found = [texts for path in QUANTISED for texts in WITH_INTERVAL.findall(path.read_text(encoding="utf-8"))]
+    """As they are, in points or in milliseconds; a loss may be written as a positive number."""
+    found = [texts for path in VALUES for texts in WITH_INTERVAL.findall(path.read_text(encoding="utf-8"))]
     assert len(found) > 50
     values = list(measured())
     for texts in found:
@@ -60,7 +60,7 @@ def test_values_with_an_interval_in_the_notes_are_measured_ones():
                 round(scale * value, digits) for value in (triple if scale > 0 else (triple[0], triple[2], triple[1]))
             )
             for triple in values
-            for scale in (1, 100, -100)
+            for scale in (1, 100, -100, 1000)
         )
         assert wanted in spellings, f"{texts} is no measured value"
 

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from pipeline import bench, benchmark, cells, chat, sweep, timed
+from pipeline import bench, benchmark, cells, chat, methods, sweep, timed
 from pipeline.acceptance import PromptResult, acceptance_record
 from pipeline.hardware import describe
 from pipeline.study import Pair
@@ -418,7 +418,7 @@ def lab(tmp_path, monkeypatch):
     for module in (sweep, benchmark, chat):
         pair = LoadedPair(target, ModelDrafter(target), 0, None, [], None, None)
         monkeypatch.setattr(module, "load_pair", lambda *_, pair=pair, **__: pair)
-        owner = timed if module is benchmark else module
+        owner = methods if module is benchmark else module
 
         def noted(*arguments, **options):
             calls.append((options, speculative_generate(*arguments, **options)))

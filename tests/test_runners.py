@@ -32,6 +32,12 @@ CLASSES = {
 needs_onednn = pytest.mark.skipif(not packs(torch.ones(1, 1)), reason="this torch has no oneDNN")
 
 
+def require(*kernels):
+    """A machine without a C++ compiler cannot run these; what happens there has a test of its own."""
+    if "compiled" in kernels and not compiles():
+        pytest.skip("torch.compile does not work here: no C++ compiler, or no headers of Python")
+
+
 def wide_llama(**changes):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     return tiny_llama(**sizes | {"vocab_size": 48, "initializer_range": 0.2} | changes)
@@ -64,6 +70,7 @@ RUNS_ON = [
 
 @pytest.mark.parametrize(("kernels", "name"), RUNS_ON)
 def test_logits_are_those_of_the_model(kernels, name):
+    require(kernels)
     model = CLASSES[name]()
     torch.testing.assert_close(logits(runner(model, kernels)), logits(model), rtol=0, atol=1e-4)
 
@@ -105,6 +112,7 @@ def test_layers_of_low_bits_run_on_their_own_kernels_by_both_names(bits):
 
 def test_compiled_code_serves_any_number_of_tokens_behind_any_context():
     """One version for one token and one for more; every further one would take seconds in the middle of a text."""
+    require("compiled")
     compiled = runner(tiny_llama(max_position_embeddings=600), "compiled")
     cached, reference = compiled.open(), CachedModel(tiny_llama(max_position_embeddings=600))
     seen = set()
@@ -118,6 +126,7 @@ def test_compiled_code_serves_any_number_of_tokens_behind_any_context():
 
 def test_every_compiled_decoder_has_its_own_versions(monkeypatch):
     """torch gives up on a function of which it has made so many."""
+    require("compiled")
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     for heads in (2, 4):
         model = tiny_llama(1, num_attention_heads=heads, num_key_value_heads=2)
@@ -129,7 +138,9 @@ def test_where_nothing_compiles_the_next_best_runs(monkeypatch):
         raise RuntimeError("no working compiler")
 
     llama, gpt2 = tiny_llama(), tiny_gpt2()
-    assert fastest(llama) == "compiled" and fastest(gpt2) == ("packed" if packs(torch.ones(1, 1)) else "default")
+    assert fastest(llama) == ("compiled" if compiles() else fastest(gpt2)) and fastest(gpt2) == (
+        "packed" if packs(torch.ones(1, 1)) else "default"
+    )
     assert fastest(tiny_llama().to("meta")) == "default" and fastest(bfloat16_copy(gpt2)) == "default"
     compiles.cache_clear()
     try:
@@ -218,6 +229,7 @@ SAMPLINGS = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 9, "top_p":
 @pytest.mark.parametrize(("on_target", "on_draft"), RUNS)
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_the_same_tokens_and_rounds_on_any_kernels(on_target, on_draft, rule):
+    require(on_target, on_draft)
     target, drafted = tiny_llama(), set()
     drafts = nearby(target, 0.05), tiny_llama(1, tie_word_embeddings=True)
     for number, (sampling, threshold) in enumerate(itertools.product(SAMPLINGS, (0.0, 0.4))):
@@ -268,6 +280,7 @@ def test_plain_decoding_look_up_and_an_end_token(kernels):
 @pytest.mark.parametrize("bits", LOW_BITS)
 @pytest.mark.parametrize("kernels", ["joined", "packed", "compiled"])
 def test_a_draft_of_low_bits_drafts_for_its_target(bits, kernels):
+    require(kernels)
     target = wide_llama()
     ours, drafter = runner(target, kernels), ModelDrafter(runner(LOW_BITS[bits](target), kernels, draft=True))
     for k in (3, AdaptiveK(0.2, [1, 1.1, 1.2, 1.3, 1.4], 0.8)):
@@ -304,6 +317,7 @@ def test_vocabularies_of_different_sizes():
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_cached_step_feeds_n_tokens_behind_the_context(kernels):
+    require(kernels)
     model, context = tiny_llama(max_position_embeddings=16), TEXT
     step = cached_step(runner(model, kernels), context, 3)  # of the context 13 tokens fit beside them
     with torch.inference_mode():

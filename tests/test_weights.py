@@ -424,7 +424,10 @@ def test_pairs_without_one(models):
         ("swapped", "Token 5 is 'c' to the target and 'g' to the draft"),
         ("other-end", "eos_token"),
         ("larger", f"{len(TOKENS)} tokens.*{len(TOKENS) + 1}"),
-        ("missing", r"'missing' is not known; allowed: one, two, .* on the hub, or as a draft int8, bf16, lookup"),
+        (
+            "missing",
+            r"'missing' is not known; allowed: one, two, .* on the hub, or as a draft int4, int8, bf16, lookup",
+        ),
     ],
 )
 def test_a09_drafts_that_do_not_fit(models, draft, message):
@@ -708,7 +711,9 @@ def project(tmp_path, monkeypatch):
         content["models"] = {name: spec.model_dump() for name, spec in models.items()}
         content["pairs"] = {pair: {"target": next(iter(models)), "draft": draft}}
         for study in content["studies"].values():
-            study["pairs"] = study["detail_pairs"] = study["quantized_pairs"] = [pair]
+            study["pairs"] = study["detail_pairs"] = study["quantized_pairs"] = study["comparisons"] = [pair]
+            study["llama_cpp_pairs"] = []
+        content["comparisons"] = {pair: content["comparisons"]["smollm2-135m_int8"]}
         yaml.dump(content, tmp_path / "params.yaml")
         monkeypatch.setattr(sys, "argv", ["download.py", "--pair", pair, "--out", f"out/{pair}.json"])
         download.main()
