@@ -64,7 +64,7 @@ def time_pair(params: Params, pair_name: str) -> dict[str, Any]:
     loaded = load_pair(pair, params.models, device=device, dtype=dtype, manifest=cells.manifest(pair_name))
     prompts = [TextPrompt(p.question_id, p.category, encode_prompt(loaded.tokenizer, p)) for p in chosen]
     setting = Setting(
-        k=params.decoding.k,
+        k=max(params.study.benchmark_k),
         sampling=SamplingConfig(),
         max_new_tokens=params.study.max_new_tokens,
         end_tokens=loaded.end_tokens,
@@ -73,7 +73,7 @@ def time_pair(params: Params, pair_name: str) -> dict[str, Any]:
         warmup=params.timing.warmup,
         verifier=params.decoding.verifier,
         kernels=params.timing.kernels,
-        hf_assisted=False,  # a question of the pair, and of hf_benchmark
+        hf_assisted=False,  # a question of stage `comparison`
     )
     longest = max(p.input_ids.shape[1] for p in prompts)
     context = longest + max(setting.max_new_tokens, *ROWS)

@@ -272,6 +272,6 @@ def test_kernels_whose_copies_have_no_room_are_refused_before_they_are_made(llam
 
 def test_kernels_that_do_not_run_a_model_are_one_sentence(target):
     with pytest.raises(
-        InputError, match="kernels is 'joined' for a GPT2LMHeadModel in torch.float32 on cpu; allowed: default"
+        InputError, match=r"kernels is 'joined' for a GPT2LMHeadModel in torch.float32 on cpu; allowed: default"
     ):
         compare(target, PromptLookupDrafter(), PROMPTS, replace(GREEDY, kernels="joined"), "test")
