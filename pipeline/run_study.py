@@ -71,6 +71,8 @@ def study_cells(params: Params) -> dict[str, Path]:
         found |= {
             f"sweep_temperature@{prefix}-{t}": cells.sweep_temperature(study.name, pair, t) for t in study.temperature
         }
+    for pair in study.timed_pairs:
+        prefix = f"{study.name}-{pair}"
         found |= {f"hf_benchmark@{prefix}-{k}": cells.hf_benchmark(study.name, pair, k) for k in study.benchmark_k}
         found[f"cost_curve@{prefix}"] = cells.cost_curve(study.name, pair)
     found |= {f"comparison@{study.name}-{pair}": cells.comparison(study.name, pair) for pair in study.comparisons}

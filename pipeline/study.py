@@ -239,6 +239,7 @@ class Study(Section):
     k: Values[Count]
     temperature: Values[Temperature]
     benchmark_k: Values[Count]
+    timed_pairs: Values[Name]
     detail_pairs: Values[Name]
     confidence: Values[Probability]
     confidence_k: Count
@@ -428,6 +429,9 @@ def _check_names(params: Params) -> None:
                     f"{place}.pairs[{index}] is {_short(name)}, whose draft {pair.draft} copies a target on one device, "
                     "and it is timed on spread; allowed: another device, or a pair with another draft"
                 )
+        for index, name in enumerate(study.timed_pairs):
+            if name not in study.pairs:
+                raise _Fault(f"{place}.timed_pairs[{index}] is {_short(name)}; allowed: {', '.join(study.pairs)}")
         for index, name in enumerate(study.detail_pairs):
             if name not in study.pairs:
                 raise _Fault(f"{place}.detail_pairs[{index}] is {_short(name)}; allowed: {', '.join(study.pairs)}")

@@ -124,11 +124,11 @@ def gather(params: Params) -> dict[str, pd.DataFrame]:
     Raises:
         InputError: a cell is missing, or lacks a key that a table needs.
     """
-    study, pairs = params.study.name, params.study.pairs
+    study, pairs, timed = params.study.name, params.study.pairs, params.study.timed_pairs
     with_lists = (*ACCEPTANCE, *POSITION_LISTS.values())
     by_k = _read([cells.sweep_k(study, pair, k) for pair in pairs for k in params.study.k], with_lists)
     by_temperature = [cells.sweep_temperature(study, pair, t) for pair in pairs for t in params.study.temperature]
-    benchmarks = [cells.hf_benchmark(study, pair, k) for pair in pairs for k in params.study.benchmark_k]
+    benchmarks = [cells.hf_benchmark(study, pair, k) for pair in timed for k in params.study.benchmark_k]
     drafted_by_model = params.study.detail_pairs
     by_block = [cells.sweep_block(study, pair, t) for pair in drafted_by_model for t in params.study.temperature]
     by_confidence = [
@@ -147,7 +147,7 @@ def gather(params: Params) -> dict[str, pd.DataFrame]:
         "greedy_identity": _table(_read(by_dtype, IDENTITY), IDENTITY),
         "acceptance_per_position": _positions(by_k),
         "hf_benchmark": _table(_read(benchmarks, BENCHMARK), BENCHMARK),
-        "cost_curve": _curves([cells.cost_curve(study, pair) for pair in pairs]),
+        "cost_curve": _curves([cells.cost_curve(study, pair) for pair in timed]),
         "comparison": _contestants([cells.comparison(study, pair) for pair in params.study.comparisons]),
         "llama_cpp": _table(
             _read([cells.llama_cpp(study, p) for p in params.study.llama_cpp_pairs], LLAMA_CPP), LLAMA_CPP

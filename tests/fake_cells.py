@@ -25,6 +25,7 @@ studies:
     k: [1, 2, 4, 8]
     temperature: [0.3, 1.0, 1.5]
     benchmark_k: [4]
+    timed_pairs: [small_int8, small_bf16, small_lookup]
     detail_pairs: [small_int8]
     confidence: [0.0, 0.4, 0.8]
     confidence_k: 8
@@ -94,6 +95,7 @@ def write(root: Path, params_text: str = PARAMS) -> Params:
         for t in study.temperature:
             record = acceptance(pair, params.decoding.k, temperature=t, alpha=ALPHA[pair] * (1 - 0.1 * t))
             cells.write_json(cells.sweep_temperature(study.name, pair, t), record)
+    for pair in study.timed_pairs:
         for k in study.benchmark_k:
             cells.write_json(cells.hf_benchmark(study.name, pair, k), benchmark(pair, k))
         cells.write_json(cells.cost_curve(study.name, pair), cost_curve(pair, params))

@@ -58,6 +58,7 @@ studies:
     k: [1, 2]
     temperature: [1.0]
     benchmark_k: [2]
+    timed_pairs: [int8, lookup, model-draft]
     detail_pairs: [int8]
     confidence: [0.0, 0.5]
     confidence_k: 2
@@ -78,6 +79,7 @@ studies:
     k: [2]
     temperature: [1.0]
     benchmark_k: [2]
+    timed_pairs: [lookup]
     detail_pairs: [lookup]
     confidence: [0.0]
     confidence_k: 2

@@ -47,6 +47,7 @@ studies:
     k: [2]
     temperature: [1.0]
     benchmark_k: [2]
+    timed_pairs: [gpt2, qwen]
     detail_pairs: [gpt2]
     confidence: [0.5]
     confidence_k: 2
@@ -67,6 +68,7 @@ studies:
     k: [2]
     temperature: [1.0]
     benchmark_k: [2]
+    timed_pairs: [gated, broken, fine]
     detail_pairs: [fine]
     confidence: [0.0]
     confidence_k: 2

@@ -160,6 +160,7 @@ def test_a_pair_may_have_a_device_of_its_own(tmp_path, device):
         (("decoding", "temperature"), float("nan"), "decoding.temperature is NaN; allowed: numbers of at least 0."),
         (("decoding", "temperature"), False, "decoding.temperature is false; allowed: numbers of at least 0."),
         (("decoding", "top_k"), 0, "decoding.top_k is 0; allowed: null or integers of at least 1."),
+        (("study", "timed_pairs", 0), "x", 'study.timed_pairs[0] is "x"; allowed: smollm2-135m_int8, smollm2-135m_bf16,'),
         (("study", "detail_pairs", 0), "x", 'study.detail_pairs[0] is "x"; allowed: smollm2-135m_int8, smollm2-135m_bf16,'),
         (("study", "detail_pairs"), ["smollm2-135m_lookup"], 'study.detail_pairs[0] is "smollm2-135m_lookup", whose draft has'),
         (("study", "confidence", 0), 0, "study.confidence[0] is 0; allowed: probabilities written with a decimal point"),

@@ -711,7 +711,7 @@ def project(tmp_path, monkeypatch):
         content["models"] = {name: spec.model_dump() for name, spec in models.items()}
         content["pairs"] = {pair: {"target": next(iter(models)), "draft": draft}}
         for study in content["studies"].values():
-            study["pairs"] = study["detail_pairs"] = study["quantized_pairs"] = study["comparisons"] = [pair]
+            study["pairs"] = study["timed_pairs"] = study["detail_pairs"] = study["quantized_pairs"] = study["comparisons"] = [pair]
             study["llama_cpp_pairs"] = []
         content["comparisons"] = {pair: content["comparisons"]["smollm2-135m_int8"]}
         yaml.dump(content, tmp_path / "params.yaml")
