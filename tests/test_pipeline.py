@@ -109,7 +109,8 @@ def of_pair(pair):
 
 
 TINY_K, TINY_SIZE = "    k: [1, 2]\n", "    prompts_per_category: 2\n    max_new_tokens: "
-TINY_TEMPERATURE = "    temperature: [{}]\n    benchmark_k: [2]\n    timed_pairs: [int8, lookup, model-draft]\n    detail_pairs: [int8]"
+TINY_TIMED = "    timed_pairs: [int8, lookup, model-draft]\n"
+TINY_TEMPERATURE = "    temperature: [{}]\n    benchmark_k: [2]\n" + TINY_TIMED + "    detail_pairs: [int8]"
 CHANGES = {
     "k gains a value": (TINY_K, "    k: [1, 2, 3]\n", {f"sweep_k@tiny-{pair}-3" for pair in PAIRS} | {"tables"}),
     "k loses a value": (TINY_K, "    k: [2]\n", {"tables"}),

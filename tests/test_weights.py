@@ -711,7 +711,8 @@ def project(tmp_path, monkeypatch):
         content["models"] = {name: spec.model_dump() for name, spec in models.items()}
         content["pairs"] = {pair: {"target": next(iter(models)), "draft": draft}}
         for study in content["studies"].values():
-            study["pairs"] = study["timed_pairs"] = study["detail_pairs"] = study["quantized_pairs"] = study["comparisons"] = [pair]
+            for key in ("pairs", "timed_pairs", "detail_pairs", "quantized_pairs", "comparisons"):
+                study[key] = [pair]
             study["llama_cpp_pairs"] = []
         content["comparisons"] = {pair: content["comparisons"]["smollm2-135m_int8"]}
         yaml.dump(content, tmp_path / "params.yaml")
