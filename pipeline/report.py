@@ -103,7 +103,9 @@ def report(study: str, folder: Path) -> str:
     blocks = [
         f"# Study `{study}`",
         *(BEGIN, header(benchmark), results(benchmark), verdicts(benchmark), READING),
-        *(comparison_findings(compared), place_for_speculation(costs, benchmark, quantized_benchmark), END),
+        *("Kernels, k and baselines against each other, in one run:", comparison_findings(compared)),
+        "What the machine and the kernels allow:",
+        *(place_for_speculation(costs, benchmark, quantized_benchmark), END),
         *("## Why not more", ATTRIBUTION, attribution(benchmark, quantized_benchmark)),
         attribution_findings(benchmark, quantized_benchmark),
         *(PLACE, place_for_speculation(costs, benchmark, quantized_benchmark)),

@@ -277,7 +277,7 @@ def test_a13_a_cell_of_a_real_pair_has_the_settings_of_params(loaded, threads, s
     start(monkeypatch, "--cell", "--backend", "hf", "--pair", "small_lookup", "--k", "6", "--json", "cell.json")
     assert loaded.asked == ("small", "lookup", "cpu", torch.float32, 0.0)
     assert loaded.manifest == cells.manifest("small_lookup")
-    assert seen.setting == Setting(6, SamplingConfig(0.5, 7, 0.9), 32, [5], 4, 6, 2, "block", "packed")
+    assert seen.setting == Setting(6, SamplingConfig(0.5, 7, 0.9), 32, [5], 4, 6, 2, "block", "packed", False)
     assert [(p.question_id, p.input_ids.tolist()) for p in seen.prompts] == [(0, [[0]]), (1, [[1]])]
     assert threads == [7]
     record = cells.read_json("cell.json")

@@ -35,7 +35,7 @@ def text() -> str:
 
 
 def verdict_of(pair: str, whole: str) -> str:
-    (line,) = [line for line in report.readme_part(whole).splitlines() if line.startswith(f"- `{pair}`")]
+    (line,) = [line for line in report.readme_part(whole).splitlines() if line.startswith(f"- `{pair}`,")]
     return line
 
 
@@ -179,7 +179,7 @@ def test_a_fastest_baseline_that_is_our_own_is_compared_once(study: Params) -> N
     same = {f"speedup_over_fastest{end}": cells.read_json(BENCHMARK)[f"speedup{end}"] for end in ("", "_lo", "_hi")}
     fake_cells.edit(BENCHMARK, **same, fastest_baseline="own plain decoding")
     lines = report.readme_part(text()).splitlines()
-    (line,) = [line for line in lines if line.startswith("- `small_int8`")]
+    (line,) = [line for line in lines if line.startswith("- `small_int8`,")]
     assert line.count("times the speed of") == 1 and "own plain decoding, the fastest baseline" in line
 
 
