@@ -25,7 +25,8 @@ from transformers import PreTrainedConfig
 from pipeline import weights
 from pipeline.methods import Method, Outcome, Setting, TextPrompt
 from pipeline.study import ModelSpec, WheelModel
-from specdec.errors import InputError
+from specdec.cache import check_close
+from specdec.errors import InputError, InvariantError
 from specdec.stats import AcceptanceStats
 from specdec.timing import TimedRun, now
 
@@ -198,7 +199,15 @@ class LlamaCppCache:
         self.length = length
 
     def check(self, text: Tensor, tolerance: float = 1e-3) -> None:
-        raise NotImplementedError("what a context of llama.cpp holds cannot be read")
+        """The entries of a context cannot be read: compared are its length, and the logits that one more token gets."""
+        if self.length != len(text):
+            raise InvariantError(f"the cache of {len(text)} tokens has the length {self.length}")
+        if self.length == 0 or self.room < 1:
+            return
+        cached = self.forward(text[:1], keep=1)
+        self.rollback(len(text))
+        uncached = self._decoder.open().forward(torch.cat([text, text[:1]]), keep=1)
+        check_close("logits of the next token", cached, uncached, tolerance)
 
 
 def llama_cpp_method(decoder: LlamaCpp, setting: Setting) -> Method:

@@ -26,7 +26,7 @@ from pipeline.timed import Rival, compare
 from pipeline.weights import LoadedPair
 from specdec.cache import Decoder, open_cache
 from specdec.drafters import ModelDrafter
-from specdec.errors import InputError
+from specdec.errors import InputError, InvariantError
 from specdec.sampling import SamplingConfig
 from specdec.timing import StepClock
 
@@ -190,8 +190,12 @@ def test_it_is_a_decoder_whose_logits_are_the_models(decoder, model):
     torch.testing.assert_close(cache.forward(text[4:6]), expected[4:6])
     with pytest.raises(ValueError, match="6 tokens back to 7"):
         cache.rollback(7)
-    with pytest.raises(NotImplementedError):
+    cache.check(text[:6])
+    assert cache.length == 6
+    with pytest.raises(InvariantError, match="the cache of 9 tokens has the length 6"):
         cache.check(text)
+    with pytest.raises(InvariantError, match="logits of the next token differ"):
+        cache.check(text[:6].flip(0))
 
 
 def test_what_llama_cpp_refuses_is_one_sentence(decoder, api, model, tmp_path):
