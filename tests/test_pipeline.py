@@ -538,7 +538,7 @@ def broken_prompt(copy):
 
 def dotted_pair(copy):
     copy.replace("params.yaml", "  int8: {", "  int8.b: {")
-    copy.replace("params.yaml", "pairs: [int8,", "pairs: [int8.b,")
+    copy.replace("params.yaml", "    pairs: [int8,", "    pairs: [int8.b,")
 
 
 @pytest.mark.parametrize(
