@@ -124,13 +124,13 @@ def test_compiled_code_serves_any_number_of_tokens_behind_any_context():
     assert max(seen) == 2 and cached.length == 501
 
 
-def test_every_compiled_decoder_has_its_own_versions(monkeypatch):
+def test_every_compiled_decoder_has_its_own_versions():
     """torch gives up on a function of which it has made so many."""
     require("compiled")
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
-    for heads in (2, 4):
-        model = tiny_llama(1, num_attention_heads=heads, num_key_value_heads=2)
-        torch.testing.assert_close(logits(runner(model, "compiled")), logits(model), rtol=0, atol=1e-4)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for heads in (2, 4):
+            model = tiny_llama(1, num_attention_heads=heads, num_key_value_heads=2)
+            torch.testing.assert_close(logits(runner(model, "compiled")), logits(model), rtol=0, atol=1e-4)
 
 
 def test_where_nothing_compiles_the_next_best_runs(monkeypatch):
