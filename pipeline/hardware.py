@@ -82,9 +82,9 @@ def check_kernels(kernels: str, dtype: str, placed: Mapping[str, str]) -> None:
                 f"params.yaml: timing.kernels is joined, and the pair {pair} is timed on spread; allowed: one device, or "
                 "timing.kernels: auto or default."
             )
-        if kernels == "compiled" and here != "cpu":
+        if kernels in ("compiled", "native") and here != "cpu":
             raise InputError(
-                f"params.yaml: timing.kernels is compiled, and the pair {pair} is timed on {here}; allowed: cpu, or "
+                f"params.yaml: timing.kernels is {kernels}, and the pair {pair} is timed on {here}; allowed: cpu, or "
                 "timing.kernels: auto, default or joined."
             )
 

@@ -32,7 +32,8 @@ SELF_DRAFTS = ("int4", "int8", "bf16")  # copies of a target on one device
 HUB_NAME = r"(?![^@]*--)(?!.*\.\.)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@\w[\w./-]*)?"
 DEVICES = ("auto", "cpu", "cuda", "mps", "spread")
 AUTO = "auto"  # the fastest kernels that run a target on its device, see specdec/runners.py
-KERNELS = ("default", "joined", "packed", "compiled")  # those of specdec/runners.py, which would take seconds to import
+# Those of specdec/runners.py, which would take seconds to import
+KERNELS = ("default", "joined", "packed", "compiled", "native")
 
 
 def _refusal(allowed: str) -> PydanticCustomError:

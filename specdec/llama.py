@@ -22,6 +22,7 @@ from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 from specdec.cache import check_close, context_length
 from specdec.errors import InputError, InvariantError
 from specdec.kernels import Int4Linear
+from specdec.native import NativeStack
 from specdec.packed import decoding_linear
 from specdec.quantize import Int8Linear
 
@@ -271,6 +272,7 @@ class LlamaDecoder:
         linear: how matrices run, see `plain_linear`. It is called once for each of [q, k, v], [o], [gate, up], [down] of each
             block, and for [head].
         compiled: whether torch.compile makes code for the blocks, see `Stack`. It needs a C++ compiler.
+        native: whether blocks and head are native code (specdec/native.py), which takes the place of `linear`.
 
     Raises:
         InputError: another class, training mode, more than one device, another dtype than DTYPES, rotary positions of a kind that
@@ -281,13 +283,20 @@ class LlamaDecoder:
     device: torch.device
     dtype: torch.dtype  # of the model's parameters
 
-    def __init__(self, model: PreTrainedModel, linear: Linear = plain_linear, *, compiled: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, linear: Linear = plain_linear, *, compiled: bool = False, native: bool = False
+    ) -> None:
         _check_model(model)
         base: Any = model.model
         self.config, self.device, self.dtype = model.config, model.device, model.dtype
         self.context = context_length(model)
         self.embedding: Tensor = base.embed_tokens.weight.detach()
-        self.stack = Stack(model, linear, compiled).eval()
+        attention = base.layers[0].self_attn
+        self.layers: int = model.config.num_hidden_layers
+        self.heads: int = model.config.num_attention_heads
+        self.kv_heads: int = model.config.num_key_value_heads
+        self.width: int = attention.head_dim
+        self.stack: Any = NativeStack(model) if native else Stack(model, linear, compiled).eval()
         self.rotary = _Rotary(base.rotary_emb, self.context)
 
     def open(self) -> LlamaCache:
@@ -305,8 +314,9 @@ class LlamaCache:
     def __init__(self, decoder: LlamaDecoder) -> None:
         self._decoder = decoder
         # Of each layer, shape (kv_heads, capacity, D), float32; rotated keys.
-        blocks: Any = decoder.stack.blocks
-        self._keys = [torch.empty(b.kv_heads, 0, b.width, device=decoder.device) for b in blocks]
+        self._keys = [
+            torch.empty(decoder.kv_heads, 0, decoder.width, device=decoder.device) for _ in range(decoder.layers)
+        ]
         self._values = [keys.clone() for keys in self._keys]
         self.length = 0
 
@@ -341,9 +351,8 @@ class LlamaCache:
         start, end = self.length, self.length + rows
         self._reserve(end)
         cos, sin = self._decoder.rotary.tables(start, end)
-        first: Any = self._decoder.stack.blocks[0]
         later = torch.full((rows, end), float("-inf"), device=cos.device).triu_(start + 1)
-        mask = later.repeat(first.heads // first.kv_heads, 1)
+        mask = later.repeat(self._decoder.heads // self._decoder.kv_heads, 1)
         return Pass(torch.arange(start, end, device=cos.device), end, cos, sin, mask)
 
     def _reserve(self, length: int) -> None:

@@ -6,6 +6,8 @@
   packed (specdec/packed.py). On a CPU.
 - `compiled`: a Llama as with `packed`, and what lies between the matrices is code that torch.compile makes. On a CPU, with a C++
   compiler.
+- `native`: a Llama whose blocks and head are one piece of C++ (specdec/native.py). On a CPU, with a C++ compiler. A token's
+  logits are the same to the last bit however many tokens are fed with it.
 
 Layers of low bits (Int4Linear, Int8Linear) have kernels of their own in each of these: `joined` and `packed` are one for them. No
 kernel changes what is computed, but for the order of sums and, with weights of 16 bits or fewer, for activations that are
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
+from specdec import native
 from specdec.cache import Model
 from specdec.errors import InputError
 from specdec.kernels import Int4Linear
@@ -25,13 +28,16 @@ from specdec.llama import LlamaDecoder, packed_linear, plain_linear
 from specdec.packed import packed_copy, packs
 from specdec.quantize import Int8Linear
 
-KERNELS = ("default", "joined", "packed", "compiled")
+KERNELS = ("default", "joined", "packed", "compiled", "native")
 
 
 def fastest(model: PreTrainedModel) -> str:
-    """The kernels with the most tokens per second here, as far as was measured: on a CPU compiled, else packed, else default."""
-    if type(model) is LlamaForCausalLM and model.device.type == "cpu" and model.dtype != torch.float64 and compiles():
-        return "compiled"
+    """The kernels with the most tokens per second, as far as was measured: of native, compiled, packed the first that runs."""
+    if type(model) is LlamaForCausalLM and model.device.type == "cpu" and model.dtype != torch.float64:
+        if native.refusal(model) is None:
+            return "native"
+        if compiles():
+            return "compiled"
     return "packed" if packs(next(model.parameters())) else "default"
 
 
@@ -56,7 +62,7 @@ def runner(model: PreTrainedModel, kernels: str, *, draft: bool = False) -> Mode
         model: in eval mode, and not to be changed afterwards.
         kernels: one of KERNELS.
         draft: a draft in 16 bits has no matrix to pack, and beside a packed target it runs as with `joined`. A target would only
-            be called packed, so it is refused. A draft that cannot be compiled runs as with `packed`.
+            be called packed, so it is refused. A draft that is neither to be compiled nor for native code runs as with `packed`.
 
     Raises:
         InputError: an unknown name, a model that these kernels do not run, or one that LlamaDecoder or `packed_copy` refuses.
@@ -71,6 +77,13 @@ def runner(model: PreTrainedModel, kernels: str, *, draft: bool = False) -> Mode
             return LlamaDecoder(model, packed_linear if packable else plain_linear, compiled=True)
         if not draft:
             raise InputError(_refusal(model, kernels, packable, "a LlamaForCausalLM on a CPU with a C++ compiler"))
+        kernels = "packed"
+    if kernels == "native":
+        needs = native.refusal(model) if is_llama and model.device.type == "cpu" else "a LlamaForCausalLM on a CPU"
+        if needs is None:
+            return LlamaDecoder(model, native=True)
+        if not draft:
+            raise InputError(_refusal(model, kernels, packable, needs))
         kernels = "packed"
     bits_of_its_own = any(isinstance(layer, Int4Linear | Int8Linear) for layer in model.modules())
     if bits_of_its_own or (kernels == "packed" and draft and model.dtype in (torch.bfloat16, torch.float16)):

@@ -37,7 +37,7 @@ def imported_names(source: Path) -> set[str]:
 
 
 def closure(script: str, root: Path = ROOT) -> set[str]:
-    """The script and every project module it imports, as paths from the root."""
+    """The script and every project module it imports, as paths from the root; with a module the .cpp of its name."""
     found: set[str] = set()
     waiting = [script]
     while waiting:
@@ -45,6 +45,8 @@ def closure(script: str, root: Path = ROOT) -> set[str]:
         if path in found:
             continue
         found.add(path)
+        if (native := Path(path).with_suffix(".cpp").as_posix()) and (root / native).is_file():
+            found.add(native)
         modules = (name.replace(".", "/") for name in imported_names(root / path) if name.split(".")[0] in PACKAGES)
         waiting += [f"{module}.py" for module in modules if (root / f"{module}.py").is_file()]
     return found
@@ -55,7 +57,7 @@ def script_of(command: str) -> str:
 
 
 def synchronised(text: str, root: Path = ROOT) -> str:
-    """dvc.yaml's text with the .py entries of each stage's `deps` as they should be: the script first, then by name."""
+    """dvc.yaml's text with the .py and .cpp entries of each stage's `deps` as they should be: the script first, then by name."""
     lines: list[str] = []
     script = ""
     in_deps = False
@@ -64,7 +66,7 @@ def synchronised(text: str, root: Path = ROOT) -> str:
             script = script_of(match[1])
         if re.match(r" {0,4}\S", line):
             in_deps = line == "    deps:"
-        if in_deps and re.fullmatch(r"      - \S+\.py", line):
+        if in_deps and re.fullmatch(r"      - \S+\.(py|cpp)", line):
             continue
         lines.append(line)
         if in_deps and line == "    deps:":

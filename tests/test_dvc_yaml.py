@@ -62,7 +62,7 @@ def test_packages_import_nothing(package):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a17_a_stage_declares_the_modules_that_its_script_imports(stage):
-    declared = [dep for dep in STAGES[stage]["deps"] if dep.endswith(".py")]
+    declared = [dep for dep in STAGES[stage]["deps"] if dep.endswith((".py", ".cpp"))]
     assert len(set(declared)) == len(declared)
     assert set(declared) == closure(script_of(STAGES[stage]["cmd"])), "`make deps` mends this"
 
@@ -73,6 +73,7 @@ def test_make_deps_writes_the_closure_and_nothing_else(tmp_path):
         "pipeline/b.py": "def f():\n    import specdec.y\n    import pipeline.a\n",
         "specdec/x.py": "",
         "specdec/y.py": "import json.decoder\n",
+        "specdec/y.cpp": "",
         "specdec/unused.py": "",
     }.items():
         cells.write_text(tmp_path / name, source)
@@ -82,9 +83,9 @@ def test_make_deps_writes_the_closure_and_nothing_else(tmp_path):
     )
     want = (
         "stages:\n  one:\n    cmd: python pipeline/a.py --out c.json\n    deps:\n      - pipeline/a.py\n      - pipeline/b.py\n"
-        "      - specdec/x.py\n      - specdec/y.py\n      - data.csv\n    params:\n      - x.py\n"
+        "      - specdec/x.py\n      - specdec/y.cpp\n      - specdec/y.py\n      - data.csv\n    params:\n      - x.py\n"
         "  two:\n    cmd: python pipeline/b.py\n    deps:\n      - pipeline/b.py\n      - pipeline/a.py\n      - specdec/x.py\n"
-        "      - specdec/y.py\n    outs:\n      - c\n"
+        "      - specdec/y.cpp\n      - specdec/y.py\n    outs:\n      - c\n"
     )
     assert synchronised(text, tmp_path) == want
     assert synchronised(want, tmp_path) == want
@@ -149,7 +150,7 @@ def test_keys_read():
 @pytest.mark.parametrize("script", sorted(set(SCRIPTS) - {"pipeline/hardware.py"}))
 def test_stages_declare_the_keys_that_their_script_reads(script):
     """`hardware` is left out because it checks the whole file and runs every time."""
-    modules = closure(script) - {"pipeline/study.py"}
+    modules = {path for path in closure(script) if path.endswith(".py")} - {"pipeline/study.py"}
     read = set().union(*(keys_read((ROOT / module).read_text(encoding="utf-8")) for module in modules))
     stages = [name for name, stage in STAGES.items() if script_of(stage["cmd"]) == script]
     if any(dep.startswith("metrics/models/") for name in stages for dep in STAGES[name]["deps"]):

@@ -8,6 +8,7 @@ import torch
 from stand_ins import disagreeing, nearby, tiny_gpt2, tiny_llama, tiny_mistral
 from torch._dynamo.utils import counters
 
+from specdec import native
 from specdec.cache import CachedModel, Decoder, open_cache
 from specdec.drafters import ModelDrafter, PromptLookupDrafter
 from specdec.errors import InputError
@@ -24,8 +25,8 @@ from specdec.timing import cached_step
 
 TEXT = torch.randint(40, (20,), generator=torch.Generator().manual_seed(0))
 CLASSES = {
-    "llama": tiny_llama,
-    "llama, tied": lambda: tiny_llama(tie_word_embeddings=True),
+    "llama": lambda: wide_llama(),
+    "llama, tied": lambda: wide_llama(tie_word_embeddings=True),
     "gpt2": tiny_gpt2,
     "mistral": tiny_mistral,
 }
@@ -36,6 +37,8 @@ def require(*kernels):
     """A machine without a C++ compiler cannot run these; what happens there has a test of its own."""
     if "compiled" in kernels and not compiles():
         pytest.skip("torch.compile does not work here: no C++ compiler, or no headers of Python")
+    if "native" in kernels and native.library() is None:
+        pytest.skip("native code cannot be made here: no C++ compiler that knows OpenMP")
 
 
 def wide_llama(**changes):
@@ -137,10 +140,11 @@ def test_where_nothing_compiles_the_next_best_runs(monkeypatch):
     def fails(*_, **__):
         raise RuntimeError("no working compiler")
 
-    llama, gpt2 = tiny_llama(), tiny_gpt2()
-    assert fastest(llama) == ("compiled" if compiles() else fastest(gpt2)) and fastest(gpt2) == (
-        "packed" if packs(torch.ones(1, 1)) else "default"
-    )
+    llama, gpt2 = wide_llama(), tiny_gpt2()
+    assert fastest(gpt2) == ("packed" if packs(torch.ones(1, 1)) else "default")
+    assert native.library() is None or fastest(llama) == "native"
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert fastest(llama) == ("compiled" if compiles() else fastest(gpt2))
     assert fastest(tiny_llama().to("meta")) == "default" and fastest(bfloat16_copy(gpt2)) == "default"
     compiles.cache_clear()
     try:
@@ -148,6 +152,9 @@ def test_where_nothing_compiles_the_next_best_runs(monkeypatch):
         assert fastest(llama) == fastest(gpt2)
         with pytest.raises(InputError, match=r"kernels is 'compiled' for a LlamaForCausalLM in .* with a C"):
             runner(llama, "compiled")
+        with pytest.raises(InputError, match=r"kernels is 'native' for a LlamaForCausalLM in .* a C\+\+ compiler that"):
+            runner(llama, "native")
+        assert packed_layers(runner(llama, "native", draft=True)) == packed_layers(runner(llama, "packed"))
         draft = runner(bfloat16_copy(llama), "compiled", draft=True)
         assert torch.equal(logits(draft), logits(LlamaDecoder(bfloat16_copy(llama))))
     finally:
@@ -173,7 +180,7 @@ def test_a_draft_in_16_bits_has_nothing_to_pack_and_a_target_is_refused():
 
 
 def test_what_these_kernels_do_not_run_is_refused_by_name():
-    with pytest.raises(InputError, match=r"^kernels is 'fast'; allowed: default, joined, packed, compiled$"):
+    with pytest.raises(InputError, match=r"^kernels is 'fast'; allowed: default, joined, packed, compiled, native$"):
         runner(tiny_llama(), "fast")
     with pytest.raises(
         InputError, match=r"for a GPT2LMHeadModel in torch.bfloat16 on cpu; allowed: default, or float3"
@@ -222,6 +229,8 @@ RUNS = [
     ("default", "joined"),
     ("packed", "default"),
     ("compiled", "compiled"),
+    ("native", "native"),
+    ("default", "native"),
 ]
 SAMPLINGS = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9}]
 
@@ -230,8 +239,8 @@ SAMPLINGS = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 9, "top_p":
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_the_same_tokens_and_rounds_on_any_kernels(on_target, on_draft, rule):
     require(on_target, on_draft)
-    target, drafted = tiny_llama(), set()
-    drafts = nearby(target, 0.05), tiny_llama(1, tie_word_embeddings=True)
+    target, drafted = wide_llama(), set()
+    drafts = nearby(target, 0.05), wide_llama(seed=1, tie_word_embeddings=True)
     for number, (sampling, threshold) in enumerate(itertools.product(SAMPLINGS, (0.0, 0.4))):
         draft, prompt = drafts[number // 3], prompt_of((6, 1, 4)[number % 3], number)
         expected, ours = (
@@ -258,9 +267,10 @@ def test_the_same_tokens_and_rounds_on_any_kernels(on_target, on_draft, rule):
     assert {1} < drafted  # the confidence stop did stop
 
 
-@pytest.mark.parametrize("kernels", ["joined", "packed"])
+@pytest.mark.parametrize("kernels", ["joined", "packed", "native"])
 def test_plain_decoding_look_up_and_an_end_token(kernels):
-    model = tiny_llama()
+    require(kernels)
+    model = wide_llama()
     ours = runner(model, kernels)
     prompt = torch.tensor([[1, 2, 3, 1, 2, 3, 1]])
     for sampling in SAMPLINGS:
@@ -278,7 +288,7 @@ def test_plain_decoding_look_up_and_an_end_token(kernels):
 
 
 @pytest.mark.parametrize("bits", LOW_BITS)
-@pytest.mark.parametrize("kernels", ["joined", "packed", "compiled"])
+@pytest.mark.parametrize("kernels", ["joined", "packed", "compiled", "native"])
 def test_a_draft_of_low_bits_drafts_for_its_target(bits, kernels):
     require(kernels)
     target = wide_llama()
@@ -318,7 +328,7 @@ def test_vocabularies_of_different_sizes():
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_cached_step_feeds_n_tokens_behind_the_context(kernels):
     require(kernels)
-    model, context = tiny_llama(max_position_embeddings=16), TEXT
+    model, context = wide_llama(max_position_embeddings=16), TEXT
     step = cached_step(runner(model, kernels), context, 3)  # of the context 13 tokens fit beside them
     with torch.inference_mode():
         expected = model(torch.cat([context[-13:], context[-13:-10]])[None]).logits[0, -3:]
