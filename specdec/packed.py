@@ -7,8 +7,10 @@ rounded: the products are those of `torch.nn.functional.linear`, summed in anoth
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,32 +20,30 @@ from transformers.pytorch_utils import Conv1D
 
 from specdec.errors import InputError
 
-# torch.compile cannot look into a packed matrix, so that in compiled code its product is an operation of its own.
+# torch.compile cannot look into a packed matrix, nor keep code on disk that takes one as an argument. In compiled code its
+# product is therefore an operation of its own, which is told a number and finds the layer by it.
+_LAYERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_NUMBERS = itertools.count()
 _LIBRARY = torch.library.Library("specdec", "DEF")
-_LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_LIBRARY.define("row_linear(Tensor x, Tensor weight, Tensor like, Tensor? bias) -> Tensor")
+_LIBRARY.define("packed_linear(Tensor x, Tensor number, int outputs) -> Tensor")
 
 
-@torch.library.impl(_LIBRARY, "packed_linear", "MkldnnCPU")
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+@torch.library.impl(_LIBRARY, "packed_linear", "CPU")
+def _product_of(x: Tensor, number: Tensor, outputs: int) -> Tensor:
+    y: Tensor = _LAYERS[int(number)].product(x)
     return y
 
 
 @torch.library.register_fake("specdec::packed_linear", lib=_LIBRARY)
-def _shape_of_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+def _shape_of_product(x: Tensor, number: Tensor, outputs: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], outputs)
 
 
-@torch.library.impl(_LIBRARY, "row_linear", "MkldnnCPU")
-def _row_product(x: Tensor, weight: Tensor, like: Tensor, bias: Tensor | None) -> Tensor:
-    y: Tensor = torch.ops.mkl._mkl_linear(x, weight, like, bias, 1)
-    return y
-
-
-@torch.library.register_fake("specdec::row_linear", lib=_LIBRARY)
-def _shape_of_row(x: Tensor, weight: Tensor, like: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], like.shape[0])
+def _numbered(layer: nn.Module) -> Tensor:
+    """A number for compiled code to find the layer by, as long as that lives."""
+    number = next(_NUMBERS)
+    _LAYERS[number] = layer
+    return torch.tensor(number)
 
 
 def packs(weight: Tensor) -> bool:
@@ -89,8 +89,14 @@ class PackedLinear(nn.Module):
                 f"a packed matrix got {str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)} on {x.device}; "
                 f"allowed: float32 of shape (..., {self.in_features}) on the CPU"
             )
-        product = torch.ops.specdec.packed_linear if torch.compiler.is_compiling() else _product
-        y: Tensor = product(x, self.weight, self.bias)
+        if torch.compiler.is_compiling():
+            y: Tensor = torch.ops.specdec.packed_linear(x, self.number, self.out_features)
+            return y
+        return self.product(x)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Of a packed matrix."""
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return y
 
     def dense(self) -> Tensor:
@@ -101,6 +107,7 @@ class PackedLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, packed={self.weight.is_mkldnn}"
 
     def _pack(self) -> None:
+        self.number = _numbered(self)
         self.is_packed = packs(self.weight)  # what torch.compile sees of the matrix does not tell
         if self.is_packed:
             # None: no number of rows to tune for. The fastest over 1 to 9 rows, and it need not be known before.
@@ -135,6 +142,7 @@ class PackedLinear(nn.Module):
         if self.weight.is_mkldnn:
             memo[id(self.weight)] = self.weight.detach()
         clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        clone.number = _numbered(clone)
         return clone
 
 
@@ -156,11 +164,20 @@ class DecodingLinear(nn.Module):
         # MKL's product reads the shape of the matrix from a plain one. This is a plain one without its entries.
         self.like = weight.new_zeros(1).expand(weight.shape)
         self.row = torch.ops.mkl._mkl_reorder_linear_weight(weight.detach().contiguous(), 1)
+        self.number = _numbered(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: shape (n, in), float32; returns shape (n, out)."""
-        product = torch.ops.specdec.row_linear if torch.compiler.is_compiling() else _row_product
-        y: Tensor = self.rows(x) if len(x) > 1 else product(x, self.row, self.like, self.bias)
+        if len(x) > 1:
+            y: Tensor = self.rows(x)
+            return y
+        if torch.compiler.is_compiling():
+            return torch.ops.specdec.packed_linear(x, self.number, len(self.like))
+        return self.product(x)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Of one row."""
+        y: Tensor = torch.ops.mkl._mkl_linear(x, self.row, self.like, self.bias, 1)
         return y
 
 

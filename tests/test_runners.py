@@ -136,6 +136,23 @@ def test_every_compiled_decoder_has_its_own_versions():
             torch.testing.assert_close(logits(runner(model, "compiled")), logits(model), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("copied", [lambda model: model, int4_copy], ids=["float32", "4 bits"])
+def test_compiled_code_is_kept_on_disk(copied, tmp_path, monkeypatch):
+    """As for a process that comes later: only what torch wrote is left."""
+    require("compiled")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    found = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch._inductor.codecache.PyCodeCache.cache_clear()
+        counters.clear()
+        logits(runner(copied(wide_llama()), "compiled"))
+        found.append(
+            [counters["inductor"][name] for name in ("fxgraph_cache_miss", "fxgraph_cache_hit", "fxgraph_cache_bypass")]
+        )
+    assert found == [[2, 0, 0], [0, 2, 0]]
+
+
 def test_where_nothing_compiles_the_next_best_runs(monkeypatch):
     def fails(*_, **__):
         raise RuntimeError("no working compiler")
@@ -241,13 +258,17 @@ def test_the_same_tokens_and_rounds_on_any_kernels(on_target, on_draft, rule):
     require(on_target, on_draft)
     target, drafted = wide_llama(), set()
     drafts = nearby(target, 0.05), wide_llama(seed=1, tie_word_embeddings=True)
+    on_kernels = [
+        (runner(target, of_target), [runner(draft, of_draft) for draft in drafts])
+        for of_target, of_draft in (("default", "default"), (on_target, on_draft))
+    ]
     for number, (sampling, threshold) in enumerate(itertools.product(SAMPLINGS, (0.0, 0.4))):
-        draft, prompt = drafts[number // 3], prompt_of((6, 1, 4)[number % 3], number)
+        prompt = prompt_of((6, 1, 4)[number % 3], number)
         expected, ours = (
             speculative_generate(
-                runner(target, of_target),
+                a_target,
                 prompt,
-                drafter=ModelDrafter(runner(draft, of_draft), threshold),
+                drafter=ModelDrafter(its_drafts[number // 3], threshold),
                 k=4,
                 max_new_tokens=20,
                 verify=rule,
@@ -255,7 +276,7 @@ def test_the_same_tokens_and_rounds_on_any_kernels(on_target, on_draft, rule):
                 check_invariants=True,
                 **sampling,
             )
-            for of_target, of_draft in (("default", "default"), (on_target, on_draft))
+            for a_target, its_drafts in on_kernels
         )
         assert torch.equal(ours.sequences, expected.sequences)
         assert [(r.drafted, r.accepted) for r in ours.stats.rounds] == [
