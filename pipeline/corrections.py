@@ -74,13 +74,21 @@ def measured() -> str:
 
 
 def sweeps_over_k() -> dict[str, dict[int, Cell]]:
-    """By pair and k the cells of the sweeps over k, those of the toy pair last."""
+    """By pair and k the cells of the sweeps over k, those of the toy pair last.
+
+    Left out are pairs without k = 1, and those that never drafted.
+    """
     found: dict[str, dict[int, Cell]] = {}
     table = read_table(study_folder(STUDY), "sweep_k")
     for pair, k in zip(table["pair"], table["k"], strict=True):
         found.setdefault(pair, {})[k] = cells.read_json(cells.sweep_k(STUDY, pair, k))
     toy = read_table(study_folder(STUDY), "toy_k")
-    return {**found, "toy": {k: cells.read_json(cells.toy_k(k)) for k in toy["k"]}}
+    found["toy"] = {k: cells.read_json(cells.toy_k(k)) for k in toy["k"]}
+    return {
+        pair: by_k
+        for pair, by_k in found.items()
+        if 1 in by_k and all(by_k[k]["alpha"] is not None for k in (1, max(by_k)))
+    }
 
 
 def implied() -> str:

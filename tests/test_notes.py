@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import io
 import re
 
@@ -20,6 +21,7 @@ NOTES = sorted((ROOT / "notes").glob("*.md"))
 DERIVATION = ROOT / "notes" / "derivation-acceptance-sampling.md"
 
 
+@functools.cache
 def all_tests():
     """The names of all test functions of the suite."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "tests").glob("test_*.py")]
@@ -122,6 +124,20 @@ def test_the_corrections_hold_what_was_measured(monkeypatch):
         over = cell["mean_acceptance_length"] / cell["iid_acceptance_length"]
         value, low, high = map(float, re.findall(r"[\d.]+", row["τ over the form at the counted α"]))
         assert value == round(over, 3) and low <= value <= high
+
+
+def test_pairs_without_k_1_or_a_draft_are_left_out_of_the_corrections(monkeypatch):
+    by_k = [("whole", 1, 0.9), ("whole", 2, 0.8), ("from-2", 2, 0.8), ("mute", 1, None), ("mute", 2, None)]
+    alphas = {str(corrections.cells.sweep_k("embedded", pair, k)): alpha for pair, k, alpha in by_k}
+    alphas[str(corrections.cells.toy_k(1))] = 0.7
+    tables = {
+        "sweep_k": pd.DataFrame(by_k, columns=["pair", "k", "alpha"]),
+        "toy_k": pd.DataFrame({"k": [1]}),
+    }
+    monkeypatch.setattr(corrections, "read_table", lambda _, name: tables[name])
+    monkeypatch.setattr(corrections.cells, "read_json", lambda path: {"alpha": alphas[str(path)]})
+    found = corrections.sweeps_over_k()
+    assert {pair: list(cells) for pair, cells in found.items()} == {"whole": [1, 2], "toy": [1]}
 
 
 def test_the_originals_rows_are_those_quoted_in_the_readme():
