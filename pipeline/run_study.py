@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from pipeline import cells
+from pipeline import cells, corrections
 from pipeline.cli import run
+from pipeline.markers import fill
 from pipeline.report import readme_part
 from pipeline.results import study_folder
 from pipeline.study import Params, load_params
-from specdec.errors import InputError
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
@@ -36,6 +36,8 @@ def main() -> int:
     report = study_folder(params.study.name) / "report.md"
     print(f"\n{report.read_text(encoding='utf-8').rstrip()}\n\n{provenance(study_cells(params), ran)}")
     update_readme(Path("README.md"), report)
+    if params.study.name == corrections.STUDY:
+        corrections.update()
     return 0
 
 
@@ -118,13 +120,7 @@ def update_readme(readme: Path, report: Path) -> None:
     """
     if report.parent.name != "embedded":
         return
-    old = readme.read_text(encoding="utf-8") if readme.exists() else ""
-    match = re.fullmatch(f"(.*{BEGIN}\n).*({END}.*)", old, flags=re.DOTALL)
-    if match is None or old.count(BEGIN) != 1 or old.count(END) != 1:
-        raise InputError(f"{readme} needs the lines {BEGIN} and {END}, once each and in this order, for the results.")
-    new = f"{match[1]}{readme_part(report.read_text(encoding='utf-8'))}\n{match[2]}"
-    if new != old:
-        cells.write_text(readme, new)
+    fill(readme, BEGIN, END, readme_part(report.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

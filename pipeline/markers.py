@@ -1,0 +1,24 @@
+"""Text that a script writes into a file that people write, between two lines of markers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pipeline import cells
+from specdec.errors import InputError
+
+
+def fill(path: Path, begin: str, end: str, text: str) -> None:
+    """Put `text` between the two markers, if it is not there already.
+
+    Raises:
+        InputError: there is no such file, or it has not exactly one pair of markers.
+    """
+    old = path.read_text(encoding="utf-8") if path.exists() else ""
+    match = re.fullmatch(f"(.*{begin}\n).*({end}.*)", old, flags=re.DOTALL)
+    if match is None or old.count(begin) != 1 or old.count(end) != 1:
+        raise InputError(f"{path} needs the lines {begin} and {end}, once each and in this order, for the results.")
+    new = f"{match[1]}{text}\n{match[2]}"
+    if new != old:
+        cells.write_text(path, new)
