@@ -5,11 +5,10 @@ from __future__ import annotations
 from itertools import cycle
 
 import pandas as pd
-import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from pipeline.drawing import GREY, WIDTH, Look, legend, line, measured, ticks
+from pipeline.drawing import GREY, KINDS, WIDTH, Look, legend, line, measured, ticks
 
 ROLES = ("target", "draft")
 ROOF: Look = {"color": GREY, "linestyle": "--", "linewidth": 1.3}
@@ -47,7 +46,7 @@ def in_milliseconds(table: pd.DataFrame) -> pd.DataFrame:
 
 def _styles(table: pd.DataFrame) -> tuple[dict[str, Look], dict[int, Look]]:
     """A colour for each of the kernels, a marker for each context."""
-    colours, markers = cycle(sns.color_palette("colorblind")), cycle("osD^vPX")
+    colours, markers = cycle(KINDS), cycle("osD^vPX")
     kernels = {name: {"color": next(colours)} for name in dict.fromkeys(table["kernels"])}
     return kernels, {context: {"marker": next(markers)} for context in dict.fromkeys(table["context"])}
 
