@@ -56,7 +56,7 @@ def accepted_per_round(table: pd.DataFrame, looks: dict[str, Look]) -> Figure:
     looks = looks_of(looks, table)
     columns = min(len(looks), 2)
     rows = math.ceil(len(looks) / columns)
-    figure = Figure(figsize=(WIDTH, 1.4 + 2.1 * rows), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 1.1 + 2.3 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel()
     for ax in axes[len(looks) :]:
         ax.remove()
@@ -71,9 +71,8 @@ def accepted_per_round(table: pd.DataFrame, looks: dict[str, Look]) -> Figure:
         ax.set_title(f"{pair}: {part['rounds'].sum()} rounds")
         ax.set_xticks(x)
         ax.tick_params(labelbottom=True)
+        ax.set_xlabel(f"draft tokens accepted in a round (k = {part['k'].iloc[0]})")
         if index % columns == 0:
             ax.set_ylabel("share of the rounds")
-        if index + columns >= len(looks):
-            ax.set_xlabel(f"draft tokens accepted in a round (k = {part['k'].iloc[0]})")
     legend(figure, {}, [*interval_entry(table, color="black"), line("predicted: i.i.d. acceptance", **PREDICTED)])
     return figure
