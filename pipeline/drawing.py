@@ -23,7 +23,7 @@ GREY = "0.35"
 DARK, LIGHT = "0.45", "0.75"  # bars of what decodes without our draft
 # Both are made for readers who do not tell all colours apart: seaborn's palette, and from Paul Tol's "muted" what is far from it.
 PALETTE = sns.color_palette("colorblind")
-KINDS = sns.color_palette(["#332288", "#999933", "#882255", "#88ccee"])  # of what is no draft
+KINDS = sns.color_palette(["#332288", "#999933", "#882255", "#88ccee", "#ddcc77"])  # of what is no draft
 DRAFTS = ("int8", "bf16", "lookup", "int4", "toy-draft")  # the first colours are theirs always
 OTHER_DRAFTS = [PALETTE[index] for index in (9, 5, 7, 6, 8)]
 STYLE: dict[Any, Any] = {

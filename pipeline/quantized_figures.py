@@ -116,7 +116,7 @@ def _or_nan(value: float | None) -> float:
 def method_looks(methods: Iterable[str]) -> dict[str, Look]:
     """The look of each method that occurs, which is the same in every figure."""
     found = {*methods}
-    everywhere = zip(METHODS, KINDS, "os^D", strict=True)
+    everywhere = zip(METHODS, KINDS[:4], "os^D", strict=True)
     return {name: {"color": c, "marker": m, "linestyle": ""} for name, c, m in everywhere if name in found}
 
 
