@@ -7,15 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pipeline.attribution import FACTORS, configurations, is_attributed, setting
-from pipeline.drawing import GREY, WIDTH, Look, legend, line
+from pipeline.drawing import GREY, KINDS, WIDTH, Look, legend, line
 from pipeline.wording import Row, is_known
 
-COLOURS = dict(zip(FACTORS, sns.color_palette("colorblind"), strict=False))
+COLOURS = dict(zip(FACTORS, KINDS, strict=False))
 LABELS = {
     "iid_factor": "acceptance that is not i.i.d.",
     "verify_cost_factor": "cost of verification",

@@ -5,13 +5,13 @@ from __future__ import annotations
 from itertools import cycle
 
 import pandas as pd
-import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from pipeline.drawing import GREY, WIDTH, Look, legend, line, measured, ticks
+from pipeline.drawing import GREY, KINDS, WIDTH, Look, legend, line, measured, ticks
 
 ROLES = ("target", "draft")
+KERNELS = ("default", "packed", "compiled", "native", "joined")
 ROOF: Look = {"color": GREY, "linestyle": "--", "linewidth": 1.3}
 
 
@@ -46,9 +46,9 @@ def in_milliseconds(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _styles(table: pd.DataFrame) -> tuple[dict[str, Look], dict[int, Look]]:
-    """A colour for each of the kernels, a marker for each context."""
-    colours, markers = cycle(sns.color_palette("colorblind")), cycle("osD^vPX")
-    kernels = {name: {"color": next(colours)} for name in dict.fromkeys(table["kernels"])}
+    """A colour for each of the kernels, the same in every study, and a marker for each context."""
+    colours, markers = dict(zip(KERNELS, KINDS, strict=True)), cycle("osD^vPX")
+    kernels = {name: {"color": colours.get(name, GREY)} for name in dict.fromkeys(table["kernels"])}
     return kernels, {context: {"marker": next(markers)} for context in dict.fromkeys(table["context"])}
 
 

@@ -1,12 +1,14 @@
 """How every figure looks, and the parts that figures share.
 
-A solid line stands for what was measured, a dashed one for what i.i.d. acceptance predicts, and a bar for a 95 % interval.
+A solid line stands for what was measured, a dashed one for what theory predicts, a dash-dotted one for an ideal or a limit, a
+dotted grey one for decoding without a draft, and a bar for a 95 % interval. A draft has one colour in every figure and every
+study; what is no draft (a kernel, a factor, a method of rounding) has a colour that no draft has.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import cycle, pairwise
 from typing import Any
 
@@ -18,7 +20,12 @@ from matplotlib.lines import Line2D
 
 WIDTH = 8.6  # inches
 GREY = "0.35"
-BLUE, ORANGE = sns.color_palette("colorblind", 2)
+DARK, LIGHT = "0.45", "0.75"  # bars of what decodes without our draft
+# Both are made for readers who do not tell all colours apart: seaborn's palette, and from Paul Tol's "muted" what is far from it.
+PALETTE = sns.color_palette("colorblind")
+KINDS = sns.color_palette(["#332288", "#999933", "#882255", "#88ccee", "#ddcc77"])  # of what is no draft
+DRAFTS = ("int8", "bf16", "lookup", "int4", "toy-draft")  # the first colours are theirs always
+OTHER_DRAFTS = [PALETTE[index] for index in (9, 5, 7, 6, 8)]
 STYLE: dict[Any, Any] = {
     **sns.axes_style("ticks"),
     "font.size": 10,
@@ -36,12 +43,21 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "speculative-decoding-lab",  # element ids are random otherwise
 }
 
+FEW_TESTS = 10  # a rate over fewer is drawn hollow
+
 Look = dict[str, Any]  # keyword arguments of a line
 
 
 def measured(ax: Axes, part: pd.DataFrame, column: str, look: Look) -> None:
     """A line over column x, with a bar for each interval that there is."""
     ax.errorbar(part["x"], part[column], yerr=errors(part, column), capsize=2.5, elinewidth=1.1, **look)
+
+
+def rates(ax: Axes, part: pd.DataFrame, column: str, tokens: str, look: Look) -> None:
+    """A line with intervals, whose markers are hollow where few tokens stand behind the rate."""
+    measured(ax, part, column, look)
+    few = part[part[tokens] < FEW_TESTS]
+    ax.plot(few["x"], few[column], **look | {"linestyle": "", "markerfacecolor": "white", "zorder": 3})
 
 
 def legend(figure: Figure, looks: dict[str, Look], styles: Sequence[Line2D]) -> None:
@@ -53,10 +69,24 @@ def legend(figure: Figure, looks: dict[str, Look], styles: Sequence[Line2D]) -> 
     figure.legend(handles=[handle for column in columns for handle in column], loc="outside upper left", ncols=3)
 
 
-def pair_looks(pairs: Iterable[str]) -> dict[str, Look]:
-    """A colour that colour-blind readers can tell apart and a marker for each pair, in the order of the study."""
-    colours, markers = cycle(sns.color_palette("colorblind")), cycle("osD^vPX")
-    return {pair: {"color": next(colours), "marker": next(markers)} for pair in dict.fromkeys(pairs)}
+def pair_looks(*tables: pd.DataFrame) -> dict[str, Look]:
+    """The colour of its draft and a marker of its own for each pair, in the order of the tables."""
+    colours, markers = dict(zip(DRAFTS, PALETTE, strict=False)), dict(zip(DRAFTS, "osD^v", strict=True))
+    other_colours, other_markers = cycle(OTHER_DRAFTS), cycle("PX*<>hp")
+    looks: dict[str, Look] = {}
+    for table in tables:
+        for pair, draft in dict(zip(table["pair"], table["draft"], strict=True)).items():
+            if pair not in looks:
+                marker = markers.pop(draft, None) or next(other_markers)
+                looks[pair] = {"color": colours.get(draft) or next(other_colours), "marker": marker}
+                colours.setdefault(draft, looks[pair]["color"])
+    return looks
+
+
+def looks_of(looks: dict[str, Look], *tables: pd.DataFrame) -> dict[str, Look]:
+    """Those of the pairs that occur."""
+    found = {pair for table in tables for pair in table["pair"]}
+    return {pair: look for pair, look in looks.items() if pair in found}
 
 
 def errors(table: pd.DataFrame, column: str) -> list[pd.Series]:
@@ -80,6 +110,12 @@ def measured_entry(table: pd.DataFrame, **look: Any) -> Line2D:
     """The legend's entry; with few prompts there are no intervals to speak of."""
     intervals = table["alpha_lo"].notna().any()
     return line("measured, 95 % interval" if intervals else "measured", **look)
+
+
+def interval_entry(table: pd.DataFrame, **look: Any) -> list[Line2D]:
+    """The legend's entry for the bars; with few prompts there are none."""
+    known = any(table[column].notna().any() for column in table if str(column).endswith("_lo"))
+    return [line("95 % interval", "", marker="|", markersize=13, **look)] if known else []
 
 
 def dashed(look: Look) -> Look:

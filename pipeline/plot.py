@@ -1,8 +1,7 @@
 """Stage `plot`: draw the study's tables as SVG files, the same bytes for the same tables.
 
-A colour and a marker stand for a pair (those of `quantized_figures` for a method of rounding), a solid line for what was
-measured, a dashed one for what i.i.d. acceptance predicts, and a bar for a 95 % interval. Figures are as wide as a README shows
-them, so that text keeps its size.
+What colours, markers and lines mean is in `pipeline/drawing.py`. Figures are as wide as a README shows them, so that text keeps
+its size.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import matplotlib
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from pipeline import cells
 from pipeline.attribution_figures import attribution
@@ -25,26 +23,28 @@ from pipeline.cli import run
 from pipeline.comparison_figures import comparison
 from pipeline.cost_figures import cost_curve
 from pipeline.drawing import (
-    BLUE,
+    FEW_TESTS,
     GREY,
-    ORANGE,
     STYLE,
     WIDTH,
     Look,
     dashed,
     errors,
+    interval_entry,
     legend,
     line,
+    looks_of,
     measured,
     measured_entry,
     pair_looks,
+    rates,
     ticks,
 )
+from pipeline.panel_figures import panels, real_pair, toy_pair
+from pipeline.prompt_figures import accepted_per_round, by_category
 from pipeline.quantized_figures import break_even, quantized_alpha, quantized_speedup
 from pipeline.results import read_table, study_folder
 from pipeline.study import load_params
-
-FEW_TESTS = 10  # a rate over fewer is drawn hollow
 
 
 def main() -> None:
@@ -62,20 +62,30 @@ def draw(folder: Path) -> dict[str, Figure]:
     by_temperature, toy_temperature = read_table(folder, "sweep_temperature"), read_table(folder, "toy_temperature")
     toy_k, toy_positions = read_table(folder, "toy_k"), read_table(folder, "toy_acceptance_per_position")
     benchmark, quantized_benchmark = read_table(folder, "hf_benchmark"), read_table(folder, "quantized_benchmark")
+    categories, by_category_k = read_table(folder, "acceptance_by_category"), read_table(folder, "speedup_by_category")
+    rounds, speedups = read_table(folder, "accepted_per_round"), read_table(folder, "speedup_by_k")
+    compared = read_table(folder, "comparison")
+    looks = pair_looks(by_k, toy_k, speedups)
+    toy = toy_pair(looks, toy_k, toy_positions, toy_temperature)
+    real = real_pair(looks, by_k, positions, by_temperature)
     return {
-        "tokens_per_round": tokens_per_round(by_k),
-        "acceptance_per_position": acceptance_per_position(positions, by_k),
-        "acceptance_vs_temperature": acceptance_vs_temperature(by_temperature),
-        "block_verification": block_verification(by_temperature, toy_temperature),
-        "confidence": confidence(read_table(folder, "sweep_confidence")),
-        "speedup": speedup(benchmark),
+        "toy": panels(toy, real),
+        "real": panels(real, toy),
+        "tokens_per_round": tokens_per_round(by_k, looks),
+        "acceptance_per_position": acceptance_per_position(positions, by_k, looks),
+        "acceptance_vs_temperature": acceptance_vs_temperature(by_temperature, looks),
+        "accepted_per_round": accepted_per_round(rounds, looks),
+        "by_category": by_category(categories, by_category_k, looks),
+        "block_verification": block_verification(by_temperature, toy_temperature, looks),
+        "confidence": confidence(read_table(folder, "sweep_confidence"), looks),
+        "speedup": speedup(benchmark, looks),
+        "speedup_by_k": speedup_by_k(speedups, looks),
         "attribution": attribution(benchmark, quantized_benchmark),
         "cost_curve": cost_curve(read_table(folder, "cost_curve")),
-        "comparison": comparison(read_table(folder, "comparison")),
+        "comparison": comparison(compared, looks),
         "quantized_alpha": quantized_alpha(read_table(folder, "quantized_alpha")),
         "quantized_speedup": quantized_speedup(quantized_benchmark),
         "break_even": break_even(quantized_benchmark),
-        "toy": toy(toy_k, toy_positions, toy_temperature),
     }
 
 
@@ -86,11 +96,11 @@ def svg(figure: Figure, name: str) -> str:
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
 
 
-def tokens_per_round(by_k: pd.DataFrame) -> Figure:
+def tokens_per_round(by_k: pd.DataFrame, looks: dict[str, Look]) -> Figure:
     """τ against k: measured, and what i.i.d. acceptance at the cell's own α gives."""
     figure = Figure(figsize=(WIDTH, 4.4), layout="constrained")
     ax = figure.subplots()
-    looks = pair_looks(by_k["pair"])
+    looks = looks_of(looks, by_k)
     for pair, part in _by_pair(by_k, "k"):
         measured(ax, part, "mean_acceptance_length", looks[pair])
         ax.plot(part["x"], part["iid_acceptance_length"], **dashed(looks[pair]))
@@ -103,19 +113,19 @@ def tokens_per_round(by_k: pd.DataFrame) -> Figure:
     return figure
 
 
-def acceptance_per_position(positions: pd.DataFrame, by_k: pd.DataFrame) -> Figure:
+def acceptance_per_position(positions: pd.DataFrame, by_k: pd.DataFrame, looks: dict[str, Look]) -> Figure:
     """P(position j accepted), and the same given that j − 1 was, at the sweep's largest k."""
     figure = Figure(figsize=(WIDTH, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     k = by_k["k"].max()
     positions = positions[positions["k"] == k]
     alphas = by_k[by_k["k"] == k].set_index("pair")["alpha"]
-    looks = pair_looks(by_k["pair"])
+    looks = looks_of(looks, by_k)
     for pair, part in _by_pair(positions, "position", panels=2):
         left.plot(part["x"], alphas[pair] ** part["position"], **dashed(looks[pair]))
         right.plot(part["x"], [alphas[pair]] * len(part), **dashed(looks[pair]))
-        _rates(left, part, "acceptance_per_position", "proposed", looks[pair])
-        _rates(right, part, "conditional_acceptance_per_position", "tested", looks[pair])
+        rates(left, part, "acceptance_per_position", "proposed", looks[pair])
+        rates(right, part, "conditional_acceptance_per_position", "tested", looks[pair])
     for ax in (left, right):
         ax.set(xlabel=f"position in the round (k = {k})", ylim=(-0.03, 1.03))
         ticks(ax, positions["position"])
@@ -126,11 +136,11 @@ def acceptance_per_position(positions: pd.DataFrame, by_k: pd.DataFrame) -> Figu
     return figure
 
 
-def acceptance_vs_temperature(by_temperature: pd.DataFrame) -> Figure:
+def acceptance_vs_temperature(by_temperature: pd.DataFrame, looks: dict[str, Look]) -> Figure:
     """α = E[Σ min(p, q)] against the temperature."""
     figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
     ax = figure.subplots()
-    looks = pair_looks(by_temperature["pair"])
+    looks = looks_of(looks, by_temperature)
     for pair, part in _by_pair(by_temperature, "temperature"):
         measured(ax, part, "alpha_overlap", looks[pair])
     ax.set(xlabel="sampling temperature (T)", ylabel="acceptance of a tested token (α)", ylim=(-0.03, 1.03))
@@ -139,12 +149,12 @@ def acceptance_vs_temperature(by_temperature: pd.DataFrame) -> Figure:
     return figure
 
 
-def block_verification(by_temperature: pd.DataFrame, toy_temperature: pd.DataFrame) -> Figure:
+def block_verification(by_temperature: pd.DataFrame, toy_temperature: pd.DataFrame, looks: dict[str, Look]) -> Figure:
     """Tokens per round by block verification over those by token verification, expected on the same drafts."""
     figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
     ax = figure.subplots()
     both = pd.concat([by_temperature, toy_temperature])
-    looks = pair_looks(both["pair"])
+    looks = looks_of(looks, both)
     temperatures = both["temperature"]
     ax.axhline(1, color=GREY, linestyle=":", linewidth=1.2)
     for pair, part in _by_pair(by_temperature, "temperature", log_span=temperatures.max() / temperatures.min()):
@@ -157,11 +167,11 @@ def block_verification(by_temperature: pd.DataFrame, toy_temperature: pd.DataFra
     return figure
 
 
-def confidence(by_confidence: pd.DataFrame) -> Figure:
+def confidence(by_confidence: pd.DataFrame, looks: dict[str, Look]) -> Figure:
     """What a threshold saves the draft and costs the target, and how much of what is drafted it makes acceptable."""
     figure = Figure(figsize=(WIDTH, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    looks = pair_looks(by_confidence["pair"])
+    looks = looks_of(looks, by_confidence)
     ordered = by_confidence.sort_values("confidence_threshold", kind="stable")
     for pair, part in _by_pair(ordered, "confidence_threshold", panels=2):
         measured(right, part, "draft_acceptance_rate", looks[pair])
@@ -186,78 +196,62 @@ def _name_ends(ax: Axes, part: pd.DataFrame, colour: Any) -> None:
             ax.annotate(text, place, offset, textcoords="offset points", ha=side, color=colour)
 
 
-def speedup(benchmark: pd.DataFrame) -> Figure:
+def speedup(benchmark: pd.DataFrame, looks: dict[str, Look]) -> Figure:
     """One row per pair and k: the speed-up over own plain decoding, its prediction, and that over the fastest baseline."""
     figure = Figure(figsize=(WIDTH, 1.6 + 0.6 * len(benchmark)), layout="constrained")
     ax = figure.subplots()
-    looks: dict[str, Look] = {
-        "over own plain decoding": {"color": BLUE, "marker": "o", "linestyle": ""},
-        "over the fastest baseline": {"color": ORANGE, "marker": "s", "linestyle": ""},
-    }
+    looks = looks_of(looks, benchmark)
+    hollow: Look = {"markerfacecolor": "white", "markeredgewidth": 1.4}
+    for y, row in enumerate(benchmark.to_dict("records")):
+        for column, look, place in (("speedup", {}, y - 0.15), ("speedup_over_fastest", hollow, y + 0.15)):
+            _speed(ax, row, column, place, looks[row["pair"]] | look)
     rows = pd.Series(range(len(benchmark)), index=benchmark.index)
-    for column, look, shift in zip(("speedup", "speedup_over_fastest"), looks.values(), (-0.15, 0.15), strict=True):
-        ax.errorbar(benchmark[column], rows + shift, xerr=errors(benchmark, column), capsize=3, **look)
-        for value, y in zip(benchmark[column].dropna(), (rows + shift)[benchmark[column].notna()], strict=True):
-            ax.annotate(f"{value:.2f}×", (1.01, y), xycoords=("axes fraction", "data"), va="center")
     prediction: Look = {"marker": "|", "markersize": 14, "markeredgewidth": 2}
     ax.plot(benchmark["predicted_speedup"], rows - 0.15, linestyle="", color="black", **prediction)
     ax.axvline(1, color=GREY, linestyle=":", linewidth=1.2)
     ax.set(xlabel="speed-up (1 = as fast as without a draft)", ylim=(len(benchmark) - 0.5, -0.5))
     ax.set_yticks(rows, [f"{pair}, k = {k}" for pair, k in zip(benchmark["pair"], benchmark["k"], strict=True)])
-    legend(figure, looks, [line("predicted over own plain decoding", "", color="black", **prediction)])
-    return figure
-
-
-def toy(by_k: pd.DataFrame, positions: pd.DataFrame, by_temperature: pd.DataFrame) -> Figure:
-    """Tokens per round, acceptance per position, and α between its two limits, for the toy pair."""
-    figure = Figure(figsize=(WIDTH, 4.4), layout="constrained")
-    axes = figure.subplots(1, 3)
-    plain: Look = {"color": BLUE, "marker": "o"}
-    conditional: Look = {"color": ORANGE, "marker": "s"}
-    dashed: Look = {"color": GREY, "linestyle": "--"}
-    _toy_rounds(axes[0], by_k, plain, dashed)
-    _toy_positions(axes[1], positions, by_k, plain, conditional, dashed)
-    _toy_temperature(axes[2], by_temperature, plain)
-    handles = [
-        measured_entry(by_k, **plain),
-        Line2D([], [], **conditional, label="given that the one before was accepted"),
-        Line2D([], [], **dashed, label="constant α, that of k = 1"),
-        line("limit for T → 0: the argmaxes agree", ":"),
-        line("limit for T → ∞", "-."),
+    styles = [
+        line("over own plain decoding", "", marker="o"),
+        line("over the fastest baseline", "", marker="o", **hollow),
+        line("predicted over own plain decoding", "", **prediction | {"color": "black"}),
     ]
-    figure.legend(handles=handles, loc="outside upper left", ncols=2)
+    legend(figure, {}, [*styles, line("without a draft", ":"), *interval_entry(benchmark)])
     return figure
 
 
-def _toy_rounds(ax: Axes, by_k: pd.DataFrame, look: Look, dashed: Look) -> None:
-    measured(ax, by_k.assign(x=by_k["k"]), "mean_acceptance_length", look)
-    ax.plot(by_k["k"], by_k["geometric_tokens_per_round"], **dashed)
-    ax.set(title="(a)", xlabel="draft tokens per round (k)", ylabel="tokens per target forward (τ)")
-    ticks(ax, by_k["k"])
+def _speed(ax: Axes, row: dict[Any, Any], column: str, y: float, look: Look) -> None:
+    """A point with its interval, and the value in words at the right edge."""
+    part = pd.DataFrame([row])
+    ax.errorbar(part[column], [y], xerr=errors(part, column), capsize=3, **look | {"linestyle": ""})
+    if pd.notna(row[column]):
+        ax.annotate(f"{row[column]:.2f}×", (1.01, y), xycoords=("axes fraction", "data"), va="center")
 
 
-def _toy_positions(
-    ax: Axes, positions: pd.DataFrame, by_k: pd.DataFrame, look: Look, conditional: Look, dashed: Look
-) -> None:
-    k = by_k["k"].max()
-    part = positions[positions["k"] == k]
-    part = part.assign(x=part["position"])
-    for alpha in by_k.loc[by_k["k"] == 1, "alpha"]:
-        ax.plot(part["x"], alpha ** part["x"], **dashed)
-        ax.plot(part["x"], [alpha] * len(part), **dashed)
-    _rates(ax, part.assign(x=part["x"] - 0.06), "acceptance_per_position", "proposed", look)
-    _rates(ax, part.assign(x=part["x"] + 0.06), "conditional_acceptance_per_position", "tested", conditional)
-    ax.set(title="(b)", xlabel=f"position in the round (k = {k})", ylabel="share accepted", ylim=(-0.03, 1.03))
-    ticks(ax, part["position"])
-
-
-def _toy_temperature(ax: Axes, by_temperature: pd.DataFrame, look: Look) -> None:
-    measured(ax, by_temperature.assign(x=by_temperature["temperature"]), "alpha_overlap", look)
-    for column, style in (("argmax_agreement", ":"), ("limit_high_temperature", "-.")):
-        ax.axhline(by_temperature[column].iloc[0], color=GREY, linestyle=style)
-    ax.set(title="(c)", xscale="log", xlabel="temperature (T), log scale", ylim=(-0.03, 1.03))
-    ax.set_ylabel("acceptance of a tested token (α)")
-    ax.xaxis.set_major_formatter("{x:g}")
+def speedup_by_k(speedups: pd.DataFrame, looks: dict[str, Look]) -> Figure:
+    """Speed-up over plain decoding with the same kernels against k: measured, predicted and ideal; a panel per pair."""
+    looks = looks_of(looks, speedups)
+    figure = Figure(figsize=(WIDTH, 4.0), layout="constrained")
+    axes = figure.subplots(1, len(looks), squeeze=False, sharey=True)[0]
+    for ax, (pair, look) in zip(axes, looks.items(), strict=True):
+        part = speedups[speedups["pair"] == pair]
+        part = part.sort_values("k").assign(x=part["k"])
+        measured(ax, part, "speedup", look)
+        ax.plot(part["x"], part["predicted_speedup"], **dashed(look), marker="_", markersize=12, markeredgewidth=2)
+        ax.plot(part["x"], part["ideal_speedup"], **dashed(look) | {"linestyle": "-."}, marker="x")
+        ax.axhline(1, color=GREY, linestyle=":", linewidth=1.2)
+        kernels = part["kernels"].iloc[0]
+        ax.set(title=f"{pair}\n{kernels} kernels", xlabel="draft tokens per round (k)")
+        ax.set_xlim(part["k"].min() - 1, part["k"].max() + 1)
+        ax.set_xticks(part["k"])
+    axes[0].set_ylabel("speed-up over plain decoding")
+    styles = [
+        line("measured, 95 % interval" if speedups["speedup_lo"].notna().any() else "measured"),
+        line("predicted: τ / (kc + v)", "--", marker="_", markersize=12, markeredgewidth=2),
+        line("ideal: i.i.d. acceptance, v = 1", "-.", marker="x"),
+    ]
+    legend(figure, {}, [*styles, line("plain decoding", ":")])
+    return figure
 
 
 def _by_pair(
@@ -277,13 +271,6 @@ def _by_pair(
             part[axis] * log_span**shift if log_span else part[axis] + shift * (table[axis].max() - table[axis].min())
         )
         yield name, part.assign(x=moved)
-
-
-def _rates(ax: Axes, part: pd.DataFrame, column: str, tokens: str, look: Look) -> None:
-    """A line with intervals, whose markers are hollow where few tokens stand behind the rate."""
-    measured(ax, part, column, look)
-    few = part[part[tokens] < FEW_TESTS]
-    ax.plot(few["x"], few[column], **look | {"linestyle": "", "markerfacecolor": "white", "zorder": 3})
 
 
 if __name__ == "__main__":

@@ -11,12 +11,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
-from pipeline.drawing import GREY, WIDTH, Look, errors, legend, line
+from pipeline.drawing import GREY, KINDS, WIDTH, Look, errors, interval_entry, legend, line
 from pipeline.quantized_tables import SIXTEEN_BITS
 from specdec.theory import break_even_alpha, equal_speed_alpha
 
@@ -50,7 +48,7 @@ def quantized_alpha(table: pd.DataFrame) -> Figure:
         ax.set_xlabel(BITS_LABEL)
     hollow_entry = line("LM head left as it is", "", marker="o", **HOLLOW)
     named = {METHODS[method]: look for method, look in looks.items()}
-    legend(figure, named, [*_bar_entry(table), hollow_entry, line("draft as it was", ":")])
+    legend(figure, named, [*interval_entry(table), hollow_entry, line("draft as it was", ":")])
     return figure
 
 
@@ -70,7 +68,7 @@ def quantized_speedup(benchmark: pd.DataFrame) -> Figure:
         _bits_axis(ax, benchmark["bits_per_weight"])
         ax.set(ylabel="speed-up over plain decoding", title=_pair_and_k(pair, part))
     axes[-1].set_xlabel(BITS_LABEL)
-    legend(figure, looks, [*_bar_entry(benchmark), line("predicted", **PREDICTION), line("plain decoding", ":")])
+    legend(figure, looks, [*interval_entry(benchmark), line("predicted", **PREDICTION), line("plain decoding", ":")])
     return figure
 
 
@@ -93,7 +91,7 @@ def break_even(benchmark: pd.DataFrame) -> Figure:
     curves = [line("needed to pay at all", "--")]
     if (benchmark["variant"] == SIXTEEN_BITS).any():
         curves.insert(0, line("needed to equal the 16-bit draft", "-"))
-    legend(figure, looks, [*_bar_entry(benchmark), *curves])
+    legend(figure, looks, [*interval_entry(benchmark), *curves])
     return figure
 
 
@@ -117,9 +115,8 @@ def _or_nan(value: float | None) -> float:
 
 def method_looks(methods: Iterable[str]) -> dict[str, Look]:
     """The look of each method that occurs, which is the same in every figure."""
-    colours = sns.color_palette("colorblind")
     found = {*methods}
-    everywhere = zip(METHODS, (colours[0], colours[1], colours[2], colours[4]), "os^D", strict=True)
+    everywhere = zip(METHODS, KINDS[:4], "os^D", strict=True)
     return {name: {"color": c, "marker": m, "linestyle": ""} for name, c, m in everywhere if name in found}
 
 
@@ -154,11 +151,6 @@ def _minus_reciprocal(values: Any) -> Any:
     """−1/x, its own inverse, and rising; matplotlib also asks at 0."""
     values = np.asarray(values, dtype=float)
     return -1 / np.where(values == 0, 1e-6, values)
-
-
-def _bar_entry(table: pd.DataFrame) -> list[Line2D]:
-    """The legend's entry for the bars; with few prompts there are none."""
-    return [line("95 % interval", "", marker="|", markersize=13)] if table["alpha_lo"].notna().any() else []
 
 
 def _pair_and_k(pair: str, part: pd.DataFrame) -> str:

@@ -15,7 +15,7 @@ TEXT_COLUMNS = (
     *("variant", "grid", "method", "head", "contexts", "contexts_sha256", "calibration_sha256"),
     *("question", "other", "llama_cpp_python", "llama_cpp_gguf_sha256"),
     *("role", "model", "kernels", "refusal"),
-    *("name", "fastest_plain", "fastest_speculative", "best_over_same_kernels"),
+    *("name", "fastest_plain", "fastest_speculative", "best_over_same_kernels", "category", "stage"),
 )
 
 

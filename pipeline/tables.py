@@ -6,7 +6,7 @@ DVC never deletes the cells of a value that left params.yaml, so what lies in me
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 
 from pipeline import cells
+from pipeline import prompt_tables as inside
 from pipeline import quantized_tables as quantized
 from pipeline.cli import run
 from pipeline.results import study_folder, write_table
@@ -126,7 +127,9 @@ def gather(params: Params) -> dict[str, pd.DataFrame]:
     """
     study, pairs, timed = params.study.name, params.study.pairs, params.study.timed_pairs
     with_lists = (*ACCEPTANCE, *POSITION_LISTS.values())
-    by_k = _read([cells.sweep_k(study, pair, k) for pair in pairs for k in params.study.k], with_lists)
+    sweep = [cells.sweep_k(study, pair, k) for pair in pairs for k in params.study.k]
+    toy_sweep = [cells.toy_k(k) for k in params.toy.k]
+    by_k = _with_geometric_form(sweep, _read(sweep, (*with_lists, "per_prompt")))
     by_temperature = [cells.sweep_temperature(study, pair, t) for pair in pairs for t in params.study.temperature]
     benchmarks = [cells.hf_benchmark(study, pair, k) for pair in timed for k in params.study.benchmark_k]
     drafted_by_model = params.study.detail_pairs
@@ -137,8 +140,10 @@ def gather(params: Params) -> dict[str, pd.DataFrame]:
     by_dtype = [
         cells.greedy_identity(study, pair, d) for pair in drafted_by_model for d in params.study.identity_dtypes
     ]
-    toy_by_k = _read([cells.toy_k(k) for k in params.toy.k], (*with_lists, "per_prompt"))
+    toy_by_k = _with_geometric_form(toy_sweep, _read(toy_sweep, (*with_lists, "per_prompt")))
     toy_by_temperature = _read([cells.toy_temperature(t) for t in params.toy.temperature], (*ACCEPTANCE, *TOY_LIMITS))
+    by_category = [cells.sweep_k(study, pair, k) for pair in pairs for k in _timed_k(params)]
+    compared = [cells.comparison(study, pair) for pair in params.study.comparisons]
     return {
         "sweep_k": _table(by_k, ACCEPTANCE),
         "sweep_temperature": _table(_read(by_temperature, ACCEPTANCE), ACCEPTANCE),
@@ -148,7 +153,11 @@ def gather(params: Params) -> dict[str, pd.DataFrame]:
         "acceptance_per_position": _positions(by_k),
         "hf_benchmark": _table(_read(benchmarks, BENCHMARK), BENCHMARK),
         "cost_curve": _curves([cells.cost_curve(study, pair) for pair in timed]),
-        "comparison": _contestants([cells.comparison(study, pair) for pair in params.study.comparisons]),
+        "comparison": _contestants(compared),
+        "acceptance_by_category": _inside(by_category, inside.acceptance_by_category, inside.ACCEPTANCE_BY_CATEGORY),
+        "accepted_per_round": _inside(sweep, inside.round_rows, inside.ROUNDS),
+        "speedup_by_category": _inside(benchmarks, inside.speedup_by_category, inside.SPEEDUP_BY_CATEGORY),
+        "speedup_by_k": _table(_speedup_by_k(params, benchmarks, compared), inside.SPEEDUP_BY_K),
         "llama_cpp": _table(
             _read([cells.llama_cpp(study, p) for p in params.study.llama_cpp_pairs], LLAMA_CPP), LLAMA_CPP
         ),
@@ -156,11 +165,16 @@ def gather(params: Params) -> dict[str, pd.DataFrame]:
         "quantized_contrasts": _table(_quantized_contrasts(params), quantized.CONTRASTS),
         "quantized_loop": _table(_quantized_loop(params), quantized.LOOP),
         "quantized_benchmark": _table(_quantized_benchmark(params), (*QUANTIZED_BENCHMARK, *quantized.ALPHA_NEEDED)),
-        "toy_k": _table(_with_geometric_form(toy_by_k), ACCEPTANCE),
+        "toy_k": _table(toy_by_k, ACCEPTANCE),
         "toy_temperature": _table(toy_by_temperature, (*ACCEPTANCE, *TOY_LIMITS)),
         "toy_acceptance_per_position": _positions(toy_by_k),
         "toy_benchmark": _table(_read([cells.toy_benchmark()], BENCHMARK), BENCHMARK),
     }
+
+
+def _timed_k(params: Params) -> list[int]:
+    """The k of the sweep at which speed was measured too, or its largest."""
+    return [k for k in params.study.k if k in params.study.benchmark_k] or [max(params.study.k)]
 
 
 def _quantized_alpha(params: Params) -> list[Record]:
@@ -223,25 +237,45 @@ def _read(paths: Sequence[Path], needed: Sequence[str]) -> list[Record]:
     return records
 
 
-def _with_geometric_form(records: list[Record]) -> list[Record]:
-    """Add the mean over rounds of (1 − α^(k_r+1)) / (1 − α), with the α of the cell k = 1, and τ's distance from it.
+def _with_geometric_form(paths: Sequence[Path], records: Sequence[Record]) -> list[Record]:
+    """Add the mean over rounds of (1 − α^(k_r+1)) / (1 − α), with the α of the pair's cell k = 1, and τ's distance from it.
 
-    The last round of a text has a smaller k_r, and counts with it. Left empty where the toy sweep has no k = 1.
+    The last round of a text has a smaller k_r, and counts with it. Left empty where the sweep has no k = 1.
     """
-    alpha = next((record["alpha"] for record in records if record["k"] == 1), None)
+    alphas = {record["pair"]: record["alpha"] for record in records if record["k"] == 1}
     rows = []
-    for record in records:
-        geometric = None if alpha is None else iid_acceptance_length(alpha, _drafted(record))
-        tau = record["mean_acceptance_length"]
+    for path, record in zip(paths, records, strict=True):
+        alpha, tau = alphas.get(record["pair"]), record["mean_acceptance_length"]
+        with _keys_of(path):
+            drafted = [n for prompt in record["per_prompt"] for n in prompt["per_round_drafted"]]
+        geometric = None if alpha is None else iid_acceptance_length(alpha, drafted)
         difference = None if geometric is None or tau is None else tau - geometric
         rows.append({**record, "geometric_tokens_per_round": geometric, "difference": difference})
     return rows
 
 
-def _drafted(record: Record) -> list[int]:
-    """Tokens drafted in each round of a toy cell."""
-    with _keys_of(cells.toy_k(record["k"])):
-        return [n for prompt in record["per_prompt"] for n in prompt["per_round_drafted"]]
+def _inside(paths: Sequence[Path], rows_of: Callable[[Record], list[Record]], columns: Sequence[str]) -> pd.DataFrame:
+    return _table(_rows(paths, rows_of), columns)
+
+
+def _speedup_by_k(params: Params, benchmarks: Sequence[Path], compared: Sequence[Path]) -> list[Record]:
+    """Of a pair that was timed in two stages, the one with more k: within a run speeds compare, between runs they do not."""
+    runs = [_rows(compared, inside.compared_rows), _rows(benchmarks, lambda record: [inside.timed_row(record)])]
+    rows = []
+    for pair in params.study.pairs:
+        in_one, in_other = ([row for row in run if row["pair"] == pair] for run in runs)
+        rows += in_one if len(in_one) > len(in_other) else in_other
+    return rows
+
+
+def _rows(paths: Sequence[Path], rows_of: Callable[[Record], list[Record]]) -> list[Record]:
+    """What lies inside each cell, as rows."""
+    rows = []
+    for path in paths:
+        record = cells.read_json(path)
+        with _keys_of(path):
+            rows += rows_of(record)
+    return rows
 
 
 @contextmanager
@@ -263,9 +297,9 @@ def _positions(records: list[Record]) -> pd.DataFrame:
     for record in records:
         lists = [record[key] for key in POSITION_LISTS.values()]
         for position, values in enumerate(zip(*lists, strict=True), start=1):
-            start = {"pair": record["pair"], "k": record["k"], "position": position}
+            start = {key: record[key] for key in inside.PAIR} | {"position": position}
             rows.append({**start, **dict(zip(POSITION_LISTS, values, strict=True))})
-    return _table(rows, ("pair", "k", "position", *POSITION_LISTS))
+    return _table(rows, (*inside.PAIR, "position", *POSITION_LISTS))
 
 
 def _curves(paths: Sequence[Path]) -> pd.DataFrame:

@@ -74,6 +74,7 @@ ALPHA = {"small_int8": 0.95, "small_bf16": 0.99, "small_lookup": 0.4, "toy": 0.9
 TOY_ALPHA = {0.02: 0.96, 0.1: 0.71, 0.2: 0.33, 0.5: 0.41, 1.0: 0.66, 2.0: 0.87, 5.0: 0.98}
 C = {"small_int8": 0.45, "small_bf16": 0.7, "small_lookup": 0.01, "toy": 0.5}
 ROUNDS = 120
+CATEGORIES = ("qa", "multi_turn")  # of the even and of the odd prompts
 LOSS = {16: 0.001, 8: 0.004, 4: 0.08, 3: 0.3}  # of α, by rounding body and head to the nearest at T = 0
 METHOD = {"cast": 1.0, "rtn": 1.0, "gptq": 0.5, "awq": 0.8}  # how much of it the method leaves
 TIMED_C = {16: 0.7, 8: 0.45, 4: 0.35}
@@ -277,11 +278,16 @@ def acceptance(pair: str, k: int, *, temperature: float = 0.0, alpha: float | No
         **rates("conditional_acceptance_per_position", accepted, tested),
         "proposed_per_position": [ROUNDS] * k,
         "tested_per_position": tested,
-        "per_prompt": [{"question_id": 1, "category": "qa", "per_round_drafted": [k] * ROUNDS}],
+        "per_prompt": [_prompt(i, k, [sum(n > r for n in accepted) for r in range(i, ROUNDS, 12)]) for i in range(12)],
         "expected_emitted_token": float(ROUNDS + sum(accepted)),
         "expected_emitted_block": float(ROUNDS + gained),
         **interval("block_gain", (ROUNDS + gained) / (ROUNDS + sum(accepted)), 0 if gained == sum(accepted) else 0.004),
     }
+
+
+def _prompt(i: int, k: int, accepted: list[int]) -> dict[str, Any]:
+    drafted = {f"per_round_{key}": [k] * len(accepted) for key in ("drafted", "proposed")}
+    return {"question_id": i, "category": CATEGORIES[i % 2], "per_round_accepted": accepted, **drafted}
 
 
 def unsure(pair: str, k: int, threshold: float) -> dict[str, Any]:
@@ -373,8 +379,15 @@ def benchmark(pair: str, k: int, *, alpha: float | None = None, c: float | None 
         "hf_assisted_identical_prompts": None if pair == "small_bf16" else 10,
         "unrepeatable_runs": 0,
         "peak_memory_bytes": 2 * 2**30,
-        "samples": [{"question_id": 1, "seconds": [0.1, 0.2]}],
+        "samples": [_sample(i, speedup) for i in range(12)],
     }
+
+
+def _sample(i: int, speedup: float) -> dict[str, Any]:
+    """Plain decoding at 20 tokens per second; even prompts gain a little more than odd ones."""
+    seconds = {"ar": [1.5, 1.6, 1.9], "spec": [1.6 / speedup * (0.95 + 0.1 * (i % 2))] * 3}
+    tokens = dict.fromkeys(seconds, 32)
+    return {"question_id": i, "category": CATEGORIES[i % 2], "decode_seconds": seconds, "new_tokens": tokens}
 
 
 KERNEL_SECONDS = {"default": 0.05, "joined": 0.04, "packed": 0.03}  # T(1) of the target
@@ -460,6 +473,7 @@ def comparison(pair: str, params: Params) -> dict[str, Any]:
         **interval("ar_over_hf", speeds[plain] / speeds["hf"], 0.02),
         **interval("noise_floor", 1.002, 0.01),
         "contestants": [_contestant(x, speeds, plain) for x in line],
+        "kernels_run": [{"kernels": name, "cost_coefficient": C[pair]} for name in run],
         "refusals": [],
         "samples": [{"question_id": 1, "decode_seconds": {"hf": "0.100000 0.200000"}}],
     }

@@ -14,11 +14,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from dvc_render.vega import VegaRenderer
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from ruamel.yaml import YAML
 
-from pipeline import cells, plot, tables
+from pipeline import captions, cells, plot, tables
+from pipeline.drawing import DRAFTS, KINDS, OTHER_DRAFTS, PALETTE, pair_looks
+from pipeline.panel_figures import panels, real_pair, toy_pair
 from pipeline.results import read_table
 from pipeline.study import Params
 
@@ -33,7 +36,9 @@ NAMES = {
         "cost_curve",
         "comparison",
         "toy",
+        "real",
     ),
+    *("accepted_per_round", "by_category", "speedup_by_k"),
     *("block_verification", "confidence", "attribution"),
     *("quantized_alpha", "quantized_speedup", "break_even"),
 }
@@ -152,6 +157,120 @@ def test_the_toy_figure_has_both_limits_and_the_geometric_form(figures: dict[str
     assert rounds.get_ylabel() and temperature.get_ylabel()
 
 
+@pytest.mark.parametrize(("name", "own", "other"), [("toy", "toy", "small_int8"), ("real", "small_int8", "toy")])
+def test_three_panels_of_one_pair_with_the_other_beside_it_in_the_second(
+    figures: dict[str, Figure], name: str, own: str, other: str
+) -> None:
+    tables_of = {"toy": ("toy_k", "toy_acceptance_per_position"), "small_int8": ("sweep_k", "acceptance_per_position")}
+    (by_k, positions), (_, beside) = (
+        [table[table["pair"] == pair] for table in (read_table(FOLDER, each) for each in tables_of[pair])]
+        for pair in (own, other)
+    )
+    rounds, depth, _ = figures[name].axes
+    assert lines_of(figures[name], 0, "-") == [by_k["mean_acceptance_length"].tolist()]
+    assert lines_of(figures[name], 0, "--") == [by_k["geometric_tokens_per_round"].tolist()]
+    at_eight = [table[table["k"] == 8] for table in (positions, beside)]
+    column = "conditional_acceptance_per_position"
+    assert lines_of(figures[name], 1, "-") == [table[column].tolist() for table in at_eight]
+    written = [text.get_text() for text in depth.texts]
+    assert written == [str(count) for table in at_eight for count in table["tested"]], "the tokens at risk"
+    assert rounds.get_ylim()[1] > by_k["mean_acceptance_length_hi"].max()
+
+
+def test_the_limits_of_a_real_pair_are_its_greedy_acceptance_and_one(figures: dict[str, Figure]) -> None:
+    temperature = figures["real"].axes[2]
+    by_k = read_table(FOLDER, "sweep_k")
+    greedy = by_k[(by_k["pair"] == "small_int8") & (by_k["k"] == 4)]["alpha_overlap"].iloc[0]
+    limits = [np.asarray(line.get_ydata())[0] for line in temperature.lines if line.get_linestyle() in (":", "-.")]
+    assert limits == [greedy, 1.0]
+
+
+def test_copied_tokens_have_no_limit_at_high_temperatures_and_depths_may_differ(study: Params) -> None:
+    read = (read_table(FOLDER, name) for name in ("sweep_k", "acceptance_per_position", "sweep_temperature"))
+    real = [table[table["pair"] == "small_lookup"] for table in read]
+    toy = [read_table(FOLDER, name) for name in ("toy_k", "toy_acceptance_per_position", "toy_temperature")]
+    real[1], toy[1] = real[1][real[1]["k"] == 2], toy[1][toy[1]["k"] == 3]
+    looks = pair_looks(real[0], toy[0])
+    copied = real_pair(looks, *real)
+    assert copied.name == "small_lookup" and np.isnan(copied.at_infinity)
+    with matplotlib.rc_context(plot.STYLE):
+        _, depth, _ = panels(copied, toy_pair(looks, *toy)).axes
+    assert len(depth.texts) == 2 + 3, "each at its own largest k, where they share none"
+
+
+def test_categories_have_acceptance_of_every_pair_and_speed_of_the_timed_ones(
+    study: Params, figures: dict[str, Figure]
+) -> None:
+    for ax, name, key in zip(
+        figures["by_category"].axes,
+        ("acceptance_by_category", "speedup_by_category"),
+        ("alpha", "speedup"),
+        strict=True,
+    ):
+        table = read_table(FOLDER, name)
+        drawn = [line.get_xdata() for line in ax.lines if line.get_marker() in "osD" and line.get_linestyle() == "None"]
+        assert [np.asarray(x).tolist() for x in drawn] == [
+            table.loc[table["pair"] == pair, key].tolist() for pair in study.study.pairs
+        ]
+    left = figures["by_category"].axes[0]
+    assert [text.get_text() for text in left.get_yticklabels()] == ["all prompts", "qa", "multi turn"]
+    ranges: Any = left.collections[0]
+    part = read_table(FOLDER, "acceptance_by_category").query("pair == 'small_int8'")
+    ends = [segment[:, 0].tolist() for segment in ranges.get_segments()]
+    assert ends == part[["alpha_lowest", "alpha_highest"]].to_numpy().tolist()
+
+
+def test_a_histogram_of_accepted_tokens_per_pair_at_the_largest_k(study: Params, figures: dict[str, Figure]) -> None:
+    table = read_table(FOLDER, "accepted_per_round")
+    for ax, pair in zip(figures["accepted_per_round"].axes, study.study.pairs, strict=True):
+        part = table[(table["pair"] == pair) & (table["k"] == 8)]
+        bars: list[Any] = [patch for patch in ax.patches if hasattr(patch, "get_height")]
+        assert [bar.get_height() for bar in bars] == part["share"].tolist()
+        (outline,) = [patch for patch in ax.patches if not hasattr(patch, "get_height")]
+        stairs: Any = outline
+        assert stairs.get_data().values.tolist() == part["iid_share"].tolist()
+        assert ax.get_title() == f"{pair}: 120 rounds" and len(ax.collections) == 1, "interval bars"
+
+
+def test_speedup_by_k_is_measured_predicted_and_ideal(study: Params, figures: dict[str, Figure]) -> None:
+    table = read_table(FOLDER, "speedup_by_k")
+    for panel, pair in enumerate(study.study.pairs):
+        part, ax = table[table["pair"] == pair], figures["speedup_by_k"].axes[panel]
+        drawn = {line.get_linestyle(): np.asarray(line.get_ydata()).tolist() for line in ax.lines}
+        assert drawn["-"] == part["speedup"].tolist() and len(ax.collections) == 1, "interval bars"
+        assert drawn["--"] == part["predicted_speedup"].tolist()
+        assert drawn["-."] == part["ideal_speedup"].tolist()
+        assert ax.get_title().startswith(pair)
+
+
+def test_a_draft_has_one_colour_in_every_figure_and_study() -> None:
+    def table(*pairs: str) -> pd.DataFrame:
+        return pd.DataFrame({"pair": pairs, "draft": [pair.split("_")[1] for pair in pairs]})
+
+    looks = pair_looks(table("a_int8", "a_lookup", "a_own", "b_own", "b_int8"), table("toy_toy-draft"))
+    assert (
+        looks["a_int8"]["color"] == looks["b_int8"]["color"] == pair_looks(table("c_int4", "c_int8"))["c_int8"]["color"]
+    )
+    assert looks["a_own"]["color"] == looks["b_own"]["color"]
+    assert len({looks[pair]["color"] for pair in ("a_int8", "a_lookup", "a_own", "toy_toy-draft")}) == 4
+    assert len({look["marker"] for look in looks.values()}) == len(looks)
+    drafts = {look["color"] for look in looks.values()}
+    assert not drafts & {*KINDS}, "what is no draft looks otherwise"
+
+
+def test_charts_have_the_colours_of_the_figures() -> None:
+    for path in (ROOT / ".dvc" / "plots").glob("*.json"):
+        text = path.read_text(encoding="utf-8")
+        for draft, colour in zip(DRAFTS, PALETTE, strict=False):
+            assert f"'{draft}': '{to_hex(colour)}'" in text, path.name
+        others = ", ".join(f"'{to_hex(colour)}'" for colour in OTHER_DRAFTS)
+        assert f"[{others}]" in text, path.name
+
+
+def test_every_figure_is_described() -> None:
+    assert captions.FIGURES.keys() == NAMES
+
+
 def test_block_verification_shows_real_pairs_and_the_toy_over_one_axis(
     study: Params, figures: dict[str, Figure]
 ) -> None:
@@ -262,7 +381,14 @@ def test_a_comparison_has_a_bar_for_each_contestant_the_fastest_on_top(study: Pa
         names = [text.get_text() for text in ax.get_yticklabels()]
         assert names[-1] == "speculative, packed, k = 4" and "HF with the draft, k = 4" in names
         assert len({bar.get_facecolor() for bar in bars}) == 3, "plain, speculative, Hugging Face"
-        (baseline,) = ax.lines
+        (intervals,) = ax.collections
+        drafting = part.sort_values("tokens_per_second", kind="stable").query("method == 'spec'")
+        ends = [segment[:, 0].tolist() for segment in intervals.get_segments() if len(segment) == 2]
+        assert ends == [
+            pytest.approx([30 * low, 30 * high])
+            for low, high in zip(drafting["speedup_over_fastest_lo"], drafting["speedup_over_fastest_hi"], strict=True)
+        ]
+        (baseline,) = [line for line in ax.lines if line.get_linestyle() == ":"]
         assert np.asarray(baseline.get_xdata()).tolist() == [30.0, 30.0]
     assert "plain, packed" in names and len(figure.axes[0].texts) == len(figure.axes[0].patches) - 1
 
@@ -288,6 +414,10 @@ def test_the_smallest_study_without_intervals_or_acceptances_is_drawn(
     assert "measured" in labels and "measured, 95 % interval" not in labels
 
 
+# Columns of theory, which has no interval.
+PREDICTED = ("iid_acceptance_length", "geometric_tokens_per_round", "predicted_speedup", "ideal_speedup")
+
+
 def dvc_charts() -> list[tuple[str, dict[str, Any]]]:
     plots = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["plots"]
     return [(title, chart) for entry in plots if isinstance(entry, dict) for title, chart in entry.items() if chart]
@@ -301,7 +431,7 @@ def test_dvc_can_fill_the_template_of_each_chart(study: Params, title: str, char
     rows = []
     for column in columns if several else [columns]:
         assert column in table and chart["x"] in table
-        predicted = column == "iid_acceptance_length"  # of what is measured, the templates draw the interval
+        predicted = column in PREDICTED  # of what is measured, the templates draw the interval
         assert predicted or {f"{column}_lo", f"{column}_hi"} <= {*table}
         rows += [row | {"field": column, "rev": "workspace", "y": row[column]} for row in table.to_dict("records")]
     y = "y" if several else columns

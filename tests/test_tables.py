@@ -18,6 +18,7 @@ NAMES = {
     *("sweep_k", "sweep_temperature", "acceptance_per_position", "hf_benchmark", "cost_curve", "comparison"),
     *("sweep_block", "sweep_confidence", "greedy_identity", "llama_cpp"),
     *("quantized_alpha", "quantized_contrasts", "quantized_loop", "quantized_benchmark"),
+    *("acceptance_by_category", "accepted_per_round", "speedup_by_category", "speedup_by_k"),
     *("toy_k", "toy_temperature", "toy_acceptance_per_position", "toy_benchmark"),
 }
 
@@ -277,3 +278,114 @@ def test_a_draft_that_never_proposed_leaves_empty_fields(study: Params) -> None:
 def test_a_table_that_is_not_there_is_named(study: Params) -> None:
     with pytest.raises(InputError, match=r"^plots/fake/sweep_k\.csv cannot be read .*dvc repro tables"):
         read_table(Path("plots/fake"), "sweep_k")
+
+
+def test_categories_of_prompts_beside_all_of_them(study: Params) -> None:
+    gathered = tables.gather(study)
+    acceptance, speedup = gathered["acceptance_by_category"], gathered["speedup_by_category"]
+    assert set(acceptance["k"]) == {4}, "the k of the timed cells"
+    for table, key, record in (
+        (acceptance, "alpha", cells.read_json(cells.sweep_k("fake", "small_bf16", 4))),
+        (speedup, "speedup", cells.read_json(cells.hf_benchmark("fake", "small_bf16", 4))),
+    ):
+        part = table[table["pair"] == "small_bf16"]
+        assert part["category"].tolist() == ["all prompts", "qa", "multi_turn"]
+        assert part["prompts"].tolist() == [12, 6, 6]
+        ends = [key, f"{key}_lo", f"{key}_hi"]
+        assert part.iloc[0][ends].tolist() == [record[end] for end in ends], "the cell's own"
+        assert part.iloc[1:][ends[1:]].isna().all(axis=None), "too few prompts for an interval"
+        assert (part[f"{key}_lowest"] <= part[key] + 1e-9).all() and (part[key] <= part[f"{key}_highest"] + 1e-9).all()
+    odd, even = speedup.iloc[2], speedup.iloc[1]
+    assert odd["speedup"] == pytest.approx(even["speedup"] * 0.95 / 1.05)
+    assert odd["speedup_lowest"] == odd["speedup_highest"] == pytest.approx(odd["speedup"])
+
+
+def test_a_category_of_many_prompts_has_an_interval_of_its_own(study: Params) -> None:
+    path = cells.sweep_k("fake", "small_int8", 4)
+    prompts = [p | {"category": "qa"} for p in cells.read_json(path)["per_prompt"]]
+    fake_cells.edit(path, per_prompt=prompts)
+    whole, category = tables.gather(study)["acceptance_by_category"].to_dict("records")[:2]
+    assert category["alpha_lo"] < category["alpha"] < category["alpha_hi"]
+    assert category["alpha"] == pytest.approx(whole["alpha"])
+
+
+def test_a_category_without_a_tested_token_has_no_alpha(study: Params) -> None:
+    path = cells.sweep_k("fake", "small_lookup", 4)
+    prompts = cells.read_json(path)["per_prompt"]
+    for prompt in prompts[::2]:
+        prompt |= {"per_round_accepted": [0, 0], "per_round_proposed": [0, 0]}
+    fake_cells.edit(path, per_prompt=prompts)
+    table = tables.gather(study)["acceptance_by_category"]
+    part = table[table["pair"] == "small_lookup"]
+    assert part["alpha"].isna().tolist() == part["alpha_lowest"].isna().tolist() == [False, True, False]
+
+
+def test_seconds_may_be_written_as_text_and_tokens_be_counted_apart(study: Params) -> None:
+    before = tables.gather(study)["speedup_by_category"]
+    path = cells.hf_benchmark("fake", "small_int8", 4)
+    samples = cells.read_json(path)["samples"]
+    for sample in samples:
+        seconds = {method: " ".join(map(str, runs)) for method, runs in sample["decode_seconds"].items()}
+        sample |= {"decode_seconds": seconds, "decoded": {"ar": 31, "spec": 31}}
+    fake_cells.edit(path, samples=samples)
+    assert tables.gather(study)["speedup_by_category"]["speedup"].tolist() == pytest.approx(before["speedup"].tolist())
+
+
+def test_shares_of_rounds_by_accepted_tokens(study: Params) -> None:
+    table = tables.gather(study)["accepted_per_round"]
+    record = cells.read_json(cells.sweep_k("fake", "small_int8", 8))
+    part = table[(table["pair"] == "small_int8") & (table["k"] == 8)]
+    accepted = [n for prompt in record["per_prompt"] for n in prompt["per_round_accepted"]]
+    assert part["accepted_per_round"].tolist() == list(range(9))
+    assert part["rounds"].tolist() == [accepted.count(n) for n in range(9)]
+    assert part["share"].tolist() == [accepted.count(n) / 120 for n in range(9)]
+    assert part["share"].sum() == pytest.approx(1) and part["iid_share"].sum() == pytest.approx(1)
+    alpha = record["alpha"]
+    assert part["iid_share"].tolist() == pytest.approx([alpha**n * (1 - alpha) for n in range(8)] + [alpha**8])
+    assert ((part["share_lo"] <= part["share"]) & (part["share"] <= part["share_hi"])).all()
+    assert (part["accepted_per_round"] * part["iid_share"]).sum() + 1 == pytest.approx(record["iid_acceptance_length"])
+
+
+def test_the_prediction_of_a_share_is_for_rounds_of_the_same_lengths(study: Params) -> None:
+    path = cells.sweep_k("fake", "small_int8", 2)
+    prompt = {"question_id": 0, "category": "qa", "per_round_accepted": [1, 2], "per_round_proposed": [1, 2]}
+    fake_cells.edit(path, alpha=0.5, per_prompt=[prompt | {"per_round_drafted": [1, 2]}])
+    table = tables.gather(study)["accepted_per_round"]
+    part = table[(table["pair"] == "small_int8") & (table["k"] == 2)]
+    assert part["iid_share"].tolist() == [0.5, (0.5 + 0.25) / 2, 0.25 / 2]
+    assert part["share_lo"].isna().all(), "one prompt"
+
+
+def test_a_pair_is_timed_by_k_in_the_run_with_more_of_them(study: Params) -> None:
+    table = tables.gather(study)["speedup_by_k"]
+    runs = {pair: set(part["stage"]) for pair, part in table.groupby("pair")}
+    assert runs == {"small_int8": {"comparison"}, "small_bf16": {"hf_benchmark"}, "small_lookup": {"hf_benchmark"}}
+    part = table[table["pair"] == "small_int8"]
+    assert part["k"].tolist() == [2, 4, 8] and set(part["kernels"]) == {"packed"}, "no k = auto, nor other kernels"
+    tau = (1 - 0.9**4.5) / (1 - 0.9)
+    assert part["ideal_speedup"].tolist() == [pytest.approx(tau / (3.5 * fake_cells.C["small_int8"] + 1))] * 3
+
+
+def test_every_k_has_the_geometric_form_with_the_alpha_of_its_pairs_k_of_one(study: Params) -> None:
+    by_k = tables.gather(study)["sweep_k"]
+    alphas = by_k[by_k["k"] == 1].set_index("pair")["alpha"]
+    for row in by_k.to_dict("records"):
+        assert row["geometric_tokens_per_round"] == pytest.approx(
+            expected_tokens_per_round(alphas[row["pair"]], row["k"])
+        )
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [
+        (cells.comparison("fake", "small_int8"), "kernels_run"),
+        (cells.hf_benchmark("fake", "small_int8", 4), "samples"),
+        (cells.sweep_k("fake", "small_int8", 8), "per_prompt"),
+    ],
+)
+def test_a_cell_that_cannot_be_looked_into_is_named(study: Params, path: Path, key: str) -> None:
+    record = cells.read_json(path)
+    del record[key]
+    cells.write_json(path, record)
+    with pytest.raises(InputError, match=f"^{path} lacks the key {key}"):
+        tables.gather(study)
