@@ -84,16 +84,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def toy_cell(params: Params) -> dict[str, Any]:
-    setting = Setting(
-        params.toy.k_for_temperature,
-        SamplingConfig(),
-        params.toy.max_new_tokens,
-        [],
-        params.decoding.seed,
-        params.toy.runs,
-        params.timing.warmup,
-        params.decoding.verifier,
-    )
+    toy = params.toy
+    changes = {"sampling": SamplingConfig(), "runs": toy.runs, "kernels": "default"}
+    setting = Setting.of(params, toy.k_for_temperature, toy.max_new_tokens, [], **changes)
     device, dtype = toy_device(params.timing.device), resolve_dtype(params.timing.dtype)
     return measure("toy", toy_bench(device, dtype, params.toy.prompt_tokens, params.decoding.seed), setting)
 
@@ -104,19 +97,8 @@ def hf_cell(params: Params, pair_name: str, k: int) -> dict[str, Any]:
     names = {"study": params.study.name, "pair": pair_name}
     per_category, manifest = params.study.prompts_per_category, cells.manifest(pair_name)
     bench = hf_bench(names, pair, params, per_category, device, dtype, manifest=manifest)
-    sampling = SamplingConfig(params.decoding.temperature, params.decoding.top_k, params.decoding.top_p)
-    setting = Setting(
-        k,
-        sampling,
-        params.study.max_new_tokens,
-        bench.end_tokens,
-        params.decoding.seed,
-        params.timing.runs,
-        params.timing.warmup,
-        params.decoding.verifier,
-        params.timing.kernels,
-        hf_assisted=False,  # a question of stage `comparison`
-    )
+    # Hugging Face with the draft is a question of stage `comparison`.
+    setting = Setting.of(params, k, params.study.max_new_tokens, bench.end_tokens, hf_assisted=False)
     return measure("hf", bench, setting)
 
 

@@ -6,8 +6,6 @@ How much faster is speculative decoding than plain decoding with the same kernel
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +20,10 @@ from pipeline.study import Params, load_params, pair_spec
 from pipeline.weights import load_pair
 from specdec.errors import InputError
 from specdec.models import count_parameters, resolve_dtype
-from specdec.sampling import SamplingConfig
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", required=True, help="a pair that `comparisons` of params.yaml has")
-    parser.add_argument("--out", type=Path, required=True, help="the cell's JSON file")
-    args = parser.parse_args()
+    args = options.cell_parser(__doc__, "a pair that `comparisons` of params.yaml has").parse_args()
     params = load_params()
     torch.set_num_threads(cells.read_json(cells.HARDWARE)["fingerprint"]["threads"])
     cells.write_json(args.out, measure(params, args.pair))
@@ -44,16 +38,7 @@ def measure(params: Params, pair_name: str) -> dict[str, Any]:
     device, dtype = options.placement(pair.device or params.timing.device), resolve_dtype(params.timing.dtype)
     loaded = load_pair(pair, params.models, device=device, dtype=dtype, manifest=cells.manifest(pair_name))
     prompts = [TextPrompt(p.question_id, p.category, encode_prompt(loaded.tokenizer, p)) for p in chosen]
-    setting = Setting(
-        params.decoding.k,
-        SamplingConfig(params.decoding.temperature, params.decoding.top_k, params.decoding.top_p),
-        spec.max_new_tokens,
-        loaded.end_tokens,
-        params.decoding.seed,
-        params.timing.runs,
-        params.timing.warmup,
-        params.decoding.verifier,
-    )
+    setting = Setting.of(params, params.decoding.k, spec.max_new_tokens, loaded.end_tokens)
     names = {
         "study": params.study.name,
         "pair": pair_name,

@@ -21,14 +21,14 @@ from pipeline.methods import (
     prepared,
 )
 from pipeline.standings import AUTO, HF, HF_ASSISTED, PLAIN, SPECULATIVE, Contestant, StepCosts, line_up, standings
-from pipeline.timed import COST_RUNS, DRAFT, cost_clock, identity_verdict, kernel_logit_errors
+from pipeline.timed import COST_RUNS, DRAFT, cost_clock, identity_verdict, in_turns, kernel_logit_errors
 from specdec.cache import Model
 from specdec.drafters import Drafter
 from specdec.errors import InputError
 from specdec.identity import TIE_GAP, IdentityReport, check_greedy_identity
 from specdec.policy import AdaptiveK
 from specdec.sampling import SamplingConfig
-from specdec.timing import StepClock, interleave
+from specdec.timing import StepClock
 
 FIRST_COST_RUNS = 5  # timed calls of each forward before the first prompt: k: auto needs the costs from the start
 
@@ -162,14 +162,6 @@ def own_methods(
             k = policy if x.k == AUTO else x.k if isinstance(x.k, int) else None
             methods[x.name] = own_method(engine.target, engine.drafter if x.method == SPECULATIVE else None, setting, k)
     return methods
-
-
-def in_turns(methods: Mapping[str, Method], prompt: TextPrompt, runs: int, progress: tqdm) -> dict[str, list[Outcome]]:
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in methods}
-    for name in interleave(list(methods), runs):
-        outcomes[name].append(methods[name](prompt))
-        progress.update()
-    return outcomes
 
 
 def identities(

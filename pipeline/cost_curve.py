@@ -6,9 +6,7 @@ memory bandwidth by a large sum, its arithmetic by a large product. All passes t
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -29,10 +27,7 @@ ROLES = ("target", "draft")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", required=True, help="a pair of params.yaml")
-    parser.add_argument("--out", type=Path, required=True, help="the cell's JSON file")
-    args = parser.parse_args()
+    args = options.cell_parser(__doc__).parse_args()
     params = load_params()
     torch.set_num_threads(cells.read_json(cells.HARDWARE)["fingerprint"]["threads"])
     cells.write_json(args.out, measure(params, args.pair))

@@ -6,7 +6,6 @@ the weights come from, widened to float32. It is an optional extra (requirements
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,10 +35,7 @@ CHECKED_TOKENS = 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", required=True, help="a pair of params.yaml whose target has source: wheel")
-    parser.add_argument("--out", type=Path, required=True, help="the cell's JSON file")
-    args = parser.parse_args()
+    args = options.cell_parser(__doc__, "a pair of params.yaml whose target has source: wheel").parse_args()
     params = load_params()
     torch.set_num_threads(cells.read_json(cells.HARDWARE)["fingerprint"]["threads"])
     cells.write_json(args.out, time_pair(params, args.pair))
@@ -63,18 +59,9 @@ def time_pair(params: Params, pair_name: str) -> dict[str, Any]:
     )
     loaded = load_pair(pair, params.models, device=device, dtype=dtype, manifest=cells.manifest(pair_name))
     prompts = [TextPrompt(p.question_id, p.category, encode_prompt(loaded.tokenizer, p)) for p in chosen]
-    setting = Setting(
-        k=max(params.study.benchmark_k),
-        sampling=SamplingConfig(),
-        max_new_tokens=params.study.max_new_tokens,
-        end_tokens=loaded.end_tokens,
-        seed=0,  # nothing is drawn
-        runs=params.timing.runs,
-        warmup=params.timing.warmup,
-        verifier=params.decoding.verifier,
-        kernels=params.timing.kernels,
-        hf_assisted=False,  # a question of stage `comparison`
-    )
+    # Greedy; and Hugging Face with the draft is a question of stage `comparison`.
+    k, tokens = max(params.study.benchmark_k), params.study.max_new_tokens
+    setting = Setting.of(params, k, tokens, loaded.end_tokens, sampling=SamplingConfig(), hf_assisted=False)
     longest = max(p.input_ids.shape[1] for p in prompts)
     context = longest + max(setting.max_new_tokens, *ROWS)
     theirs = LlamaCpp(api, gguf, loaded.target.config, torch.get_num_threads(), context)

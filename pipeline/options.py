@@ -1,8 +1,9 @@
-"""The command-line options of benchmark.py and chat.py that say what decodes and how."""
+"""The command-line options of benchmark.py and chat.py that say what decodes and how, and those of a stage's cell."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from pipeline.study import AUTO, DEVICES, KERNELS
 from specdec.memory import SPREAD, Placement
@@ -46,6 +47,14 @@ def add_decoding_options(parser: argparse.ArgumentParser) -> None:
         choices=[AUTO, *KERNELS],
         help="how matrices run, see timing.kernels in params.yaml (default: %(default)s)",
     )
+
+
+def cell_parser(description: str | None, pair: str = "a pair of params.yaml") -> argparse.ArgumentParser:
+    """Options of a stage whose cells are pairs; `pair` says which."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", required=True, help=pair)
+    parser.add_argument("--out", type=Path, required=True, help="the cell's JSON file")
+    return parser
 
 
 def placement(device: str) -> Placement:

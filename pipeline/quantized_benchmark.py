@@ -20,7 +20,6 @@ from specdec.drafters import ModelDrafter
 from specdec.kernels import kernel_copy, stored_bytes
 from specdec.models import count_parameters, resolve_dtype, vocabulary_size
 from specdec.quantize import bfloat16_copy
-from specdec.sampling import SamplingConfig
 
 
 def main() -> None:
@@ -54,18 +53,9 @@ def time_variant(params: Params, contexts_name: str, pair_name: str, variant_nam
     }
     drafter = ModelDrafter(draft, vocabulary=vocabulary_size(models.target))
     bench = Bench(names, models.target, drafter, count_parameters(models.draft), prompts, models.end_tokens)
-    setting = Setting(
-        params.decoding.k,
-        SamplingConfig(params.decoding.temperature, params.decoding.top_k, params.decoding.top_p),
-        params.study.max_new_tokens,
-        models.end_tokens,
-        params.decoding.seed,
-        params.timing.runs,
-        params.timing.warmup,
-        params.decoding.verifier,
-        params.timing.kernels,
-        hf_assisted=False,  # a question of stage `comparison`
-    )
+    # Hugging Face with the draft is a question of stage `comparison`.
+    k, tokens = params.decoding.k, params.study.max_new_tokens
+    setting = Setting.of(params, k, tokens, models.end_tokens, hf_assisted=False)
     return {
         **measure("hf", bench, setting),
         **variant.keys(),

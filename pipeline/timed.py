@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,7 +90,7 @@ def compare(
     outcomes = []
     with tqdm(total=len(prompts) * setting.runs * len(methods), desc=label, unit="run") as progress:
         for prompt in prompts:
-            outcomes.append(_interleaved(methods, prompt, setting.runs, progress))
+            outcomes.append(in_turns(methods, prompt, setting.runs, progress))
             costs.sample(COST_RUNS)
             if rival is not None:
                 rival.costs.sample(COST_RUNS)
@@ -239,7 +239,8 @@ def cost_clock(target: Model, drafter: Drafter, prompts: Sequence[TextPrompt], m
     return StepClock(steps, target.device)
 
 
-def _interleaved(methods: dict[str, Method], prompt: TextPrompt, runs: int, progress: tqdm) -> dict[str, list[Outcome]]:
+def in_turns(methods: Mapping[str, Method], prompt: TextPrompt, runs: int, progress: tqdm) -> dict[str, list[Outcome]]:
+    """What each method did with the prompt, run by run."""
     outcomes: dict[str, list[Outcome]] = {name: [] for name in methods}
     for name in interleave(list(methods), runs):
         outcomes[name].append(methods[name](prompt))

@@ -9,14 +9,13 @@ import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipeline import cells
+from pipeline import cells, options
 from pipeline.study import RESERVED_DRAFTS, VARIANT, VARIANT_NAMES, Params, pair_spec
 from pipeline.weights import LoadedPair, load_pair
 from specdec.drafters import ModelDrafter
@@ -79,11 +78,9 @@ def parse(name: str) -> Variant:
 
 def cell_parser(description: str | None) -> argparse.ArgumentParser:
     """Options of a stage whose cells are variants."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = options.cell_parser(description)
     parser.add_argument("--contexts", required=True, help="contexts of params.yaml, written by stage `contexts`")
-    parser.add_argument("--pair", required=True, help="a pair of params.yaml")
     parser.add_argument("--variant", required=True, help="such as w4-g64-gptq, see params.yaml")
-    parser.add_argument("--out", type=Path, required=True, help="the cell's JSON file")
     return parser
 
 
