@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from pipeline.attribution import FACTORS, configurations, is_attributed, setting
+from pipeline.attribution import FACTORS, configurations, is_attributed, name_of
 from pipeline.wording import PAIR, Column, K, Row, comparison, is_known, markdown, number, rows_of, words
 
 ATTRIBUTION = (
@@ -46,12 +46,12 @@ def attribution(benchmark: pd.DataFrame, quantized_benchmark: pd.DataFrame) -> s
 
 def attribution_findings(benchmark: pd.DataFrame, quantized_benchmark: pd.DataFrame) -> str:
     """A line per timed configuration: which factor costs most."""
-    return "\n".join(f"- {_costliest(row)}" for row in configurations(benchmark, quantized_benchmark))
+    return "\n".join(f"- {costliest(row)}" for row in configurations(benchmark, quantized_benchmark))
 
 
-def _costliest(row: Row) -> str:
-    variant = f" with {row['variant']}" if is_known(row["variant"]) else ""
-    start = f"`{row['pair']}`{variant}, {setting(row)}"
+def costliest(row: Row) -> str:
+    """Which factor of a configuration costs most."""
+    start = name_of(row)
     if not is_attributed(row):
         return f"{start}: not known."
     printed = {key: number(key, 3)(row) for key in FACTORS}  # so that no word contradicts the table
@@ -139,10 +139,8 @@ def _gain(rows: list[Row]) -> str:
         return "Whether speculation gains here was not measured."
     best = max(compared, key=lambda row: row["speedup_over_fastest"])
     faster = [row for row in compared if comparison(row, "speedup_over_fastest", "").endswith(": faster")]
-    variant = f" with {best['variant']}" if is_known(best["variant"]) else ""
-    name = f"`{best['pair']}`{variant}, {setting(best)}"
     count = f"{len(faster)} of {len(compared)} timed configurations"
     most = comparison(best, "speedup_over_fastest", f"the fastest baseline, {words('fastest_baseline')(best)}")
     verdict = "Speculation gains on this machine" if faster else "No configuration is known to gain on this machine"
     are = "is" if len(faster) == 1 else "are"
-    return f"{verdict}: {count} {are} faster than the fastest baseline. Best: {name}, {most}."
+    return f"{verdict}: {count} {are} faster than the fastest baseline. Best: {name_of(best)}, {most}."
