@@ -95,9 +95,11 @@ def _gain(rows: list[Row]) -> str:
         pays += f", because {reason}" if reason else ""
     else:  # what a round yields and costs is no reason for an interval
         pays, there = "is not known to pay", f" There {reason}." if reason else ""
+    are = "is" if faster == 1 else "are"
     return (
         f"On this machine speculative decoding {pays}. Best measured configuration: {name_of(best)}, {told}.{there} "
-        f"In all, {faster} of {len(known)} timed configurations {'is' if faster == 1 else 'are'} faster than the fastest without."
+        f"Those of the comparison included, {faster} of {len(known)} timed configurations {are} faster than the "
+        "fastest without."
     )
 
 
@@ -122,7 +124,10 @@ def _loss(rows: list[Row]) -> str:
     if not explained:
         return "Not known: no timed cell says what separates it from the ideal."
     best = max(explained, key=lambda row: row[OVER])
-    return f"{costliest(best)} Measured = ideal × i.i.d. × verification × overhead: {product(best)}."
+    return (
+        f"The best cell whose factors are known is {costliest(best)} Measured = ideal × i.i.d. × verification × overhead: "
+        f"{product(best)}."
+    )
 
 
 def _choice(rows: list[Row], costs: pd.DataFrame, benchmark: pd.DataFrame) -> str:

@@ -21,13 +21,14 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff;
   max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 h1, h2, h3 { line-height: 1.2; }
 h2 { margin-top: 2.5rem; border-top: 1px solid #ccc; padding-top: 1rem; }
+li { margin: 0.4rem 0; }
 nav { font-size: 0.9rem; }
 code { background: #f2f2f2; padding: 0 0.2em; }
 .table { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 0.8rem; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid #ddd; padding: 0.25rem 0.6rem; text-align: left; vertical-align: top; }
 svg { display: block; max-width: 100%; height: auto; margin: 1.5rem 0; }
-@media print { nav { display: none; } .table { overflow: visible; } }
+@media print { nav { display: none; } .table { overflow: visible; } table { font-size: 0.45rem; } }
 """
 
 

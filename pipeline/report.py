@@ -91,9 +91,14 @@ def main() -> None:
     params = load_params()
     folder = study_folder(params.study.name)
     text = report(params.study.name, folder)
-    whole = page(f"Study {params.study.name}", text.replace(f"{BEGIN}\n\n", "").replace(f"{END}\n\n", ""), folder)
+    whole = as_page(params.study.name, text, folder)
     cells.write_text(folder / "report.md", text)
     cells.write_text(folder / "report.html", whole)
+
+
+def as_page(study: str, text: str, folder: Path) -> str:
+    """The text as HTML, with the figures of `folder` in it."""
+    return page(f"Study {study}", text.replace(f"{BEGIN}\n\n", "").replace(f"{END}\n\n", ""), folder)
 
 
 def report(study: str, folder: Path) -> str:
@@ -112,10 +117,10 @@ def report(study: str, folder: Path) -> str:
         *(header(benchmark), results(benchmark), verdicts(benchmark), READING),
         *("Kernels, k and baselines against each other, in one run:", comparison_findings(compared)),
         "What the machine and the kernels allow:",
-        *(place_for_speculation(costs, benchmark, quantized_benchmark), END, shown("speedup")),
+        *(place_for_speculation(costs), END, shown("speedup")),
         *("## Why not more", ATTRIBUTION, attribution(benchmark, quantized_benchmark)),
         attribution_findings(benchmark, quantized_benchmark),
-        *(PLACE, place_for_speculation(costs, benchmark, quantized_benchmark), shown("attribution")),
+        *(PLACE, place_for_speculation(costs), shown("attribution")),
         *("## Baselines and noise", BASELINES, baselines(benchmark)),
         *("## Kernels, k and baselines in one run", header(compared), COMPARISON, comparison_table(compared)),
         *(comparison_findings(compared), shown("comparison"), "## What a pass over several tokens costs", COST),

@@ -75,7 +75,9 @@ def test_it_pays(study: Params) -> None:
         for c in cells.read_json(cells.comparison("fake", p))["contestants"]
     )
     count = len(timed(study)) + drafting
-    assert gain.endswith(f" In all, {count} of {count} timed configurations are faster than the fastest without.")
+    assert gain.endswith(
+        f" Those of the comparison included, {count} of {count} timed configurations are faster than the fastest without."
+    )
     fake_cells.edit(best, predicted_speedup=3.0)
     assert "costs, by c and v, 1.50 steps" in told()["What does it gain?"]
 
@@ -94,11 +96,11 @@ def test_the_best_may_be_a_contestant(study: Params) -> None:
     answer = told()
     assert (
         "Best measured configuration: `small_lookup`, k = 4, packed kernels, 2.00 [1.90, 2.10] times the speed of the fastest "
-        "decoding without a draft (plain decoding, packed kernels): faster. In all, 1 of "
+        "decoding without a draft (plain decoding, packed kernels): faster. Those of the comparison included, 1 of "
     ) in answer["What does it gain?"]
     assert answer["What does it gain?"].endswith("timed configurations is faster than the fastest without.")
     assert answer["Which draft and k?"].startswith("Of what was timed, lookup with k = 4, packed kernels. ")
-    assert answer["Why not more?"].startswith("`small_"), (
+    assert answer["Why not more?"].startswith("The best cell whose factors are known is `small_"), (
         "no cell explains a contestant; the best that one does is told"
     )
 
@@ -145,8 +147,8 @@ def test_what_costs_most_is_told_with_the_product(study: Params) -> None:
     }
     fake_cells.edit(path, speedup_over_fastest=1.4, **factors)
     assert told()["Why not more?"] == (
-        "`small_int8`, k = 4, default kernels: verification costs most, ×0.650. Measured = ideal × i.i.d. × verification × "
-        "overhead: 1.20 = 2.00 × 0.960 × 0.650 × 0.950."
+        "The best cell whose factors are known is `small_int8`, k = 4, default kernels: verification costs most, "
+        "×0.650. Measured = ideal × i.i.d. × verification × overhead: 1.20 = 2.00 × 0.960 × 0.650 × 0.950."
     )
 
 

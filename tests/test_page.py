@@ -15,6 +15,7 @@ from pipeline.captions import FIGURES
 from pipeline.page import inlined, page
 from specdec.errors import InputError
 
+ROOT = Path(__file__).resolve().parents[1]
 FOLDER = Path("plots/fake")
 VOID = ("meta", "br", "hr")  # elements that HTML never closes
 FETCHED = ("src", "srcset", "href", "xlink:href", "data", "poster", "action")
@@ -91,6 +92,13 @@ def test_tables_and_sections_are_those_of_the_text(written: tuple[str, str]) -> 
         assert tags.count(f"h{level}") == len(re.findall(rf"(?m)^{'#' * level} ", markdown))
     assert "table:begin" not in html and "Imaginary CPU 9000" in html
     assert html.index("Is it lossless here?") < html.index("<table>")
+
+
+def test_the_committed_report_is_that_of_the_committed_tables_and_figures() -> None:
+    folder = ROOT / "plots" / "embedded"
+    text = report.report("embedded", folder)
+    assert (folder / "report.md").read_text(encoding="utf-8") == text
+    assert (folder / "report.html").read_text(encoding="utf-8") == report.as_page("embedded", text, folder)
 
 
 def test_text_is_no_markup(tmp_path: Path) -> None:
