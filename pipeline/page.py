@@ -28,7 +28,12 @@ code { background: #f2f2f2; padding: 0 0.2em; }
 table { border-collapse: collapse; font-size: 0.8rem; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid #ddd; padding: 0.25rem 0.6rem; text-align: left; vertical-align: top; }
 svg { display: block; max-width: 100%; height: auto; margin: 1.5rem 0; }
-@media print { nav { display: none; } .table { overflow: visible; } table { font-size: 0.45rem; } }
+@media print {
+  nav { display: none; }
+  .table { overflow: visible; }
+  table { font-size: 0.45rem; }
+  th, td { padding: 0.1rem 0.25rem; }
+}
 """
 
 
