@@ -1,5 +1,6 @@
 # make study     install into .venv, measure what is out of date, print the results
 # make measure   the same with every cell of the study measured anew on this machine
+# make compare   A=hw/one B=hw/other: what two git revisions measured, machine by machine
 # make test      linters, type checks and tests
 # make coverage  lines and branches of specdec that the tests reach
 # make mutants   small faults put into specdec: does a test notice each? A quarter of an hour; see notes/mutants.md
@@ -8,13 +9,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: study measure test coverage mutants deps clean
+.PHONY: study measure compare test coverage mutants deps clean
 
 study: .venv/runtime
 	$(BIN)/python pipeline/run_study.py
 
 measure: .venv/runtime
 	$(BIN)/python pipeline/run_study.py --measure
+
+compare: .venv/runtime
+	$(BIN)/python pipeline/compare.py $(if $(and $(A),$(B)),"$(A)" "$(B)",$(error which revisions? make compare A=hw/one B=hw/other))
 
 test: .venv/development
 	$(BIN)/python -m ruff check

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from pipeline.wording import Row, is_known, rows_of
+from pipeline.wording import Row, is_known, number, rows_of
 
 FACTORS = ("iid_factor", "verify_cost_factor", "overhead_factor")  # measured = ideal × these
 
@@ -22,3 +22,15 @@ def is_attributed(row: Row) -> bool:
 def setting(row: Row) -> str:
     """k and the kernels of a row."""
     return f"k = {row['k']}" + (f", {row['kernels']} kernels" if is_known(row["kernels"]) else "")
+
+
+def name_of(row: Row) -> str:
+    """A configuration in words."""
+    variant = f" with {row['variant']}" if is_known(row["variant"]) else ""
+    return f"`{row['pair']}`{variant}, {setting(row)}"
+
+
+def product(row: Row) -> str:
+    """Measured = ideal × the factors, in numbers."""
+    factors = " × ".join(number(key, 3)(row) for key in FACTORS)
+    return f"{number('speedup')(row)} = {number('ideal_speedup')(row)} × {factors}"

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from pipeline.attribution import FACTORS, configurations, is_attributed, setting
-from pipeline.wording import PAIR, Column, K, Row, comparison, is_known, markdown, number, rows_of, words
+from pipeline.attribution import FACTORS, configurations, is_attributed, name_of
+from pipeline.wording import PAIR, Column, K, Row, is_known, markdown, number, rows_of, words
 
 ATTRIBUTION = (
     "measured = ideal × i.i.d. × verification × overhead. The ideal is Leviathan's: the mean over rounds of "
@@ -46,12 +46,12 @@ def attribution(benchmark: pd.DataFrame, quantized_benchmark: pd.DataFrame) -> s
 
 def attribution_findings(benchmark: pd.DataFrame, quantized_benchmark: pd.DataFrame) -> str:
     """A line per timed configuration: which factor costs most."""
-    return "\n".join(f"- {_costliest(row)}" for row in configurations(benchmark, quantized_benchmark))
+    return "\n".join(f"- {costliest(row)}" for row in configurations(benchmark, quantized_benchmark))
 
 
-def _costliest(row: Row) -> str:
-    variant = f" with {row['variant']}" if is_known(row["variant"]) else ""
-    start = f"`{row['pair']}`{variant}, {setting(row)}"
+def costliest(row: Row) -> str:
+    """Which factor of a configuration costs most."""
+    start = name_of(row)
     if not is_attributed(row):
         return f"{start}: not known."
     printed = {key: number(key, 3)(row) for key in FACTORS}  # so that no word contradicts the table
@@ -67,8 +67,8 @@ def _costliest(row: Row) -> str:
     return f"{start}: {found}{too_dear if float(ideal) <= 1 else ''}."
 
 
-def place_for_speculation(costs: pd.DataFrame, benchmark: pd.DataFrame, quantized_benchmark: pd.DataFrame) -> str:
-    """What machine and kernels allow, a line per target and one for each of its kernels, and whether anything came of it."""
+def place_for_speculation(costs: pd.DataFrame) -> str:
+    """What machine and kernels allow, a line per target and one for each of its kernels."""
     shortest = costs[costs["context"] == costs["context"].min()]
     targets = shortest[shortest["role"] == "target"]
     lines = [
@@ -76,7 +76,7 @@ def place_for_speculation(costs: pd.DataFrame, benchmark: pd.DataFrame, quantize
         for (model, device), part in targets.groupby(["model", "device"], sort=False)
         for line in _of_target(f"`{model}` on {device}", part, shortest[shortest["role"] == "draft"])
     ]
-    return "\n".join(f"- {line}" for line in [*lines, _gain(configurations(benchmark, quantized_benchmark))])
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def _of_target(name: str, target: pd.DataFrame, drafts: pd.DataFrame) -> Iterator[str]:
@@ -130,19 +130,3 @@ def _costs(one: pd.Series, drafts: pd.DataFrame) -> Iterator[str]:
         c = row["seconds"] / one.get(row["pair"], float("nan"))
         if is_known(c):
             yield f"{c:.2f} with {row['model']}"
-
-
-def _gain(rows: list[Row]) -> str:
-    """Whether any timed configuration is faster than the fastest baseline, by its interval and the noise."""
-    compared = [row for row in rows if is_known(row["speedup_over_fastest"])]
-    if not compared:
-        return "Whether speculation gains here was not measured."
-    best = max(compared, key=lambda row: row["speedup_over_fastest"])
-    faster = [row for row in compared if comparison(row, "speedup_over_fastest", "").endswith(": faster")]
-    variant = f" with {best['variant']}" if is_known(best["variant"]) else ""
-    name = f"`{best['pair']}`{variant}, {setting(best)}"
-    count = f"{len(faster)} of {len(compared)} timed configurations"
-    most = comparison(best, "speedup_over_fastest", f"the fastest baseline, {words('fastest_baseline')(best)}")
-    verdict = "Speculation gains on this machine" if faster else "No configuration is known to gain on this machine"
-    are = "is" if len(faster) == 1 else "are"
-    return f"{verdict}: {count} {are} faster than the fastest baseline. Best: {name}, {most}."

@@ -1,7 +1,7 @@
-"""Stage `report`: the study's tables as text, in plots/<study>/report.md.
+"""Stage `report`: the study's tables and figures as text, in plots/<study>/report.md and, as one page, report.html.
 
 Every sentence is made from numbers of the tables, so that none can contradict them. What stands between `BEGIN` and `END` is
-the part for README.md.
+the part for README.md. The page holds its figures itself and needs no network.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import pandas as pd
 
 from pipeline import cells
 from pipeline import quantized_report as quantized
+from pipeline.answers import answers, divergences
 from pipeline.attribution_report import ATTRIBUTION, PLACE, attribution, attribution_findings, place_for_speculation
+from pipeline.captions import shown
 from pipeline.cli import run
 from pipeline.comparison_report import COMPARISON, comparison_findings, comparison_table
 from pipeline.cost_report import COST, cost_curves, cost_findings, cost_machine
 from pipeline.llama_cpp_report import llama_cpp_section
+from pipeline.page import page
 from pipeline.results import read_table, study_folder
 from pipeline.study import load_params
 from pipeline.wording import (
@@ -83,11 +86,19 @@ GEOMETRIC = "mean over rounds of (1 − α^(k_r+1)) / (1 − α), α of k = 1"
 
 def main() -> None:
     argparse.ArgumentParser(
-        description="Write the tables of params.yaml's study as text into plots/<study>/report.md."
+        description="Write the results of params.yaml's study as text into plots/<study>/report.md and report.html."
     ).parse_args()
     params = load_params()
     folder = study_folder(params.study.name)
-    cells.write_text(folder / "report.md", report(params.study.name, folder))
+    text = report(params.study.name, folder)
+    whole = as_page(params.study.name, text, folder)
+    cells.write_text(folder / "report.md", text)
+    cells.write_text(folder / "report.html", whole)
+
+
+def as_page(study: str, text: str, folder: Path) -> str:
+    """The text as HTML, with the figures of `folder` in it."""
+    return page(f"Study {study}", text.replace(f"{BEGIN}\n\n", "").replace(f"{END}\n\n", ""), folder)
 
 
 def report(study: str, folder: Path) -> str:
@@ -102,42 +113,43 @@ def report(study: str, folder: Path) -> str:
     costs, compared = read_table(folder, "cost_curve"), read_table(folder, "comparison")
     blocks = [
         f"# Study `{study}`",
-        *(BEGIN, header(benchmark), results(benchmark), verdicts(benchmark), READING),
+        *(BEGIN, answers(benchmark, quantized_benchmark, compared, by_dtype, costs)),
+        *(header(benchmark), results(benchmark), verdicts(benchmark), READING),
         *("Kernels, k and baselines against each other, in one run:", comparison_findings(compared)),
         "What the machine and the kernels allow:",
-        *(place_for_speculation(costs, benchmark, quantized_benchmark), END),
+        *(place_for_speculation(costs), END, shown("speedup")),
         *("## Why not more", ATTRIBUTION, attribution(benchmark, quantized_benchmark)),
         attribution_findings(benchmark, quantized_benchmark),
-        *(PLACE, place_for_speculation(costs, benchmark, quantized_benchmark)),
+        *(PLACE, place_for_speculation(costs), shown("attribution")),
         *("## Baselines and noise", BASELINES, baselines(benchmark)),
         *("## Kernels, k and baselines in one run", header(compared), COMPARISON, comparison_table(compared)),
-        comparison_findings(compared),
-        *(
-            "## What a pass over several tokens costs",
-            COST,
-            cost_machine(costs),
-            cost_curves(costs),
-            cost_findings(costs),
-        ),
+        *(comparison_findings(compared), shown("comparison"), "## What a pass over several tokens costs", COST),
+        *(cost_machine(costs), cost_curves(costs), cost_findings(costs), shown("cost_curve")),
         *llama_cpp_section(read_table(folder, "llama_cpp")),
         *("## Acceptance against k", sweep(read_table(folder, "sweep_k"), K)),
-        *("## Acceptance against temperature", sweep(by_temperature, T)),
+        *(shown("tokens_per_round"), shown("acceptance_per_position")),
+        *("## Acceptance against temperature", sweep(by_temperature, T), shown("acceptance_vs_temperature")),
         *("## Block verification", BLOCK, block(by_temperature, by_block), gains(by_temperature)),
+        shown("block_verification"),
         *("## Stopping the draft early", CONFIDENCE, stopping(by_confidence), stopping_findings(by_confidence)),
+        shown("confidence"),
         "## Greedy identity in other number formats",
         *(IDENTITY, identity(by_dtype), identity_findings(by_dtype, benchmark)),
         *("## Quantised drafts", quantized.ALPHA, *quantized.acceptance(quantized_alpha)),
+        shown("quantized_alpha"),
         *("### What costs α and what buys it", quantized.COMPARED, quantized.findings(quantized_alpha, contrasts)),
         *("### Methods on the same grid", quantized.by_method(contrasts)),
         *("### Quantised drafts in the loop", quantized.LOOP, quantized.in_loop(quantized_loop)),
         *(quantized.loop_findings(quantized_loop), "### Speed of quantised drafts", header(quantized_benchmark)),
         *(quantized.SPEED, quantized.speed(quantized_benchmark), quantized.speed_verdicts(quantized_benchmark)),
         quantized.without_speed(quantized_alpha, quantized_benchmark),
+        *(shown("quantized_speedup"), shown("break_even")),
         *("## Toy pair", TOY, header(toy_benchmark), results(toy_benchmark), verdicts(toy_benchmark)),
         "### What the toy sweep shows beside the original's findings",
         toy_findings(toy_k, read_table(folder, "toy_acceptance_per_position"), toy_temperature),
         *("### Toy pair against k", sweep(toy_k, K, (GEOMETRIC, number("geometric_tokens_per_round")))),
         *("### Toy pair against temperature", sweep(toy_temperature, T, GAIN), gains(toy_temperature)),
+        shown("toy"),
     ]
     return "\n\n".join(blocks) + "\n"
 
@@ -388,17 +400,7 @@ def identity_findings(by_dtype: pd.DataFrame, benchmark: pd.DataFrame) -> str:
             f"In {dtype}, {len(compared)} of {len(part)} timed cells compare the two, and {same} of {prompts} prompts are "
             f'identical (column "{GREEDY_OUTPUT}" of the results).'
         )
-    for dtype, part in by_dtype.groupby("dtype", sort=False):
-        prompts, ties, faults = (int(part[key].sum()) for key in ("prompts", "near_ties", "faults"))
-        apart = prompts - int(part["identical_prompts"].sum())
-        start = f"In {dtype}, {apart} of {prompts} prompts {'diverges' if apart == 1 else 'diverge'}"
-        if apart == 0:
-            lines.append(f"{start}.")
-        elif faults == 0:
-            lines.append(f"{start}, {'at a near-tie' if apart == 1 else 'all of them at near-ties'}.")
-        else:
-            lines.append(f"{start}, {ties} at near-ties and {faults} by a fault.")
-    return " ".join(lines)
+    return " ".join([*lines, *divergences(by_dtype)])
 
 
 def toy_findings(by_k: pd.DataFrame, positions: pd.DataFrame, by_temperature: pd.DataFrame) -> str:

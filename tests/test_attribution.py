@@ -202,8 +202,8 @@ FLAT_ROOF: list[float | None] = [0.5] * 5
 STEEP_ROOF: list[float | None] = [0.5, 0.5, 0.5, 0.6, 1.0]
 
 
-def place(costs: pd.DataFrame, benchmark: pd.DataFrame | None = None) -> list[str]:
-    return place_for_speculation(costs, frame(timed()) if benchmark is None else benchmark, NONE).splitlines()
+def place(costs: pd.DataFrame) -> list[str]:
+    return place_for_speculation(costs).splitlines()
 
 
 def test_a_flat_roof_is_memorys_and_a_steep_one_arithmetics() -> None:
@@ -247,7 +247,6 @@ def test_kernels_have_a_line_each_with_c_and_the_distance_from_the_roof_and_thos
         "- `small` on cpu",
         "- `small` on cpu, default kernels",
         "- `small` on cpu, packed kernels",
-        "- Speculation gains on this machine",
     ]
     assert lines[1].endswith("c is 0.25 with int8. A step of the target takes 4.00 times its roof.")
     assert lines[2].endswith("c is 0.40 with int8. A step of the target takes 2.00 times its roof.")
@@ -259,7 +258,7 @@ def test_pairs_with_one_target_share_a_line_and_only_the_shortest_context_counts
         for pair, v, c, context in (("a", 1.1, 0.2, 64), ("b", 1.2, 0.3, 64), ("c", 1.6, 0.4, 64), ("a", 9.0, 0.9, 512))
     ]
     lines = place(pd.concat(parts))
-    assert len(lines) == 3 and "v = T(5) / T(1) = 1.20" in lines[1]
+    assert len(lines) == 2 and "v = T(5) / T(1) = 1.20" in lines[1]
     assert "c is 0.20 with int8, 0.30 with int8, 0.40 with int8." in lines[1]
 
 
@@ -267,29 +266,6 @@ def test_a_short_curve_is_judged_by_its_last_n_and_a_draft_without_a_model_has_n
     lines = place(curves({"packed": [1.0, 1.2]}, [0.5, 0.5]))
     assert "of one over 2 alike" in lines[0] and "verifying 1 drafted" in lines[0]
     assert "v = T(2) / T(1) = 1.20" in lines[1] and "c is" not in lines[1]
-
-
-def gain(*rows: dict[str, Any]) -> str:
-    return place(curves({"packed": five(1.2)}, FLAT_ROOF), frame(*rows))[-1]
-
-
-def test_a_gain_is_one_beyond_interval_and_noise() -> None:
-    slow = timed(pair="slow", speedup_over_fastest=0.8, speedup_over_fastest_lo=0.7, speedup_over_fastest_hi=0.9)
-    assert gain(slow, timed()) == (
-        "- Speculation gains on this machine: 1 of 2 timed configurations is faster than the fastest baseline. Best: "
-        "`small_int8`, k = 4, packed kernels, 1.80 [1.70, 1.90] times the speed of the fastest baseline, own plain decoding: "
-        "faster."
-    )
-    assert "2 of 2 timed configurations are faster" in gain(timed(), timed(k=8))
-    assert gain(slow).startswith(
-        "- No configuration is known to gain on this machine: 0 of 1 timed configurations are faster"
-    )
-    assert "No configuration is known to gain" in gain(timed(noise_floor_hi=2.0)), "within the noise"
-    assert "No configuration is known to gain" in gain(timed(speedup_over_fastest_lo=0.9)), "the interval holds 1"
-
-
-def test_what_was_not_compared_is_no_gain() -> None:
-    assert gain(timed(speedup_over_fastest=None)) == "- Whether speculation gains here was not measured."
 
 
 # In the report

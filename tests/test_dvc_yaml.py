@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from ruamel.yaml import YAML
 from sync_deps import ROOT, closure, script_of, synchronised
 
-from pipeline import cells
+from pipeline import captions, cells
 from pipeline.run_study import study_cells
 from pipeline.study import Params, load_params
 
@@ -249,6 +249,10 @@ def test_every_table_is_drawn_from_what_tables_writes():
     """`plot` and `report` declare the tables that they read, and the plots of `dvc plots show` name files that a stage writes."""
     tables = {next(iter(out)) for out in STAGES["tables"]["outs"]}
     declared = {name: {dep for dep in STAGES[name]["deps"] if not dep.endswith(".py")} for name in ("plot", "report")}
+    drawn = {next(iter(out)) for out in STAGES["plot"]["outs"]}
+    assert drawn == {f"plots/${{study.name}}/{figure}.svg" for figure in captions.FIGURES}
+    assert drawn <= declared["report"], "its page holds the figures"
+    declared["report"] -= drawn
     for name, deps in declared.items():
         read = re.findall(r'read_table\(\w+, "(\w+)"\)', (ROOT / "pipeline" / f"{name}.py").read_text())
         assert deps == {f"plots/${{study.name}}/{table}.csv" for table in read}
