@@ -56,7 +56,6 @@ def measured() -> str:
     """The note's tables, from the default study's committed results."""
     folder = study_folder(STUDY)
     sweeps, costs = sweeps_over_k(), read_table(folder, "cost_curve")
-    timed = (read_table(folder, name) for name in ("hf_benchmark", "quantized_benchmark"))
     blocks = [
         "**Table 1.** What the original's own rows imply.",
         implied(),
@@ -68,7 +67,7 @@ def measured() -> str:
         geometric(sweeps),
         "**Table 5.** What bounds a pass on this CPU.",
         cost_machine(costs),
-        place_for_speculation(costs, *timed),
+        place_for_speculation(costs),
     ]
     return "\n\n".join(blocks)
 

@@ -29,6 +29,7 @@ WARM_UP = 3  # calls that are not profiled
 RUNS = 5  # of which the one of median length is told
 # What an operator is by its name, the first that matches. Batched products are those of attention in models of one text.
 KINDS = {
+    "native code": r"specdec::native",
     "attention": r"attention|bmm|softmax",
     "matrix products": r"linear|::mm|addmm|_mm|matmul|::mv|gemm",
     "norms": r"norm|::(pow|mean|rsqrt)$",
