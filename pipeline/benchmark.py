@@ -21,6 +21,7 @@ from pipeline.acceptance import prompt_generator
 from pipeline.bench import Bench, measure
 from pipeline.methods import Setting, TextPrompt
 from pipeline.prompts import encode_prompt, load_prompts, select_prompts
+from pipeline.settings import setting_of
 from pipeline.study import AUTO, Pair, Params, load_params, pair_spec
 from pipeline.weights import load_pair
 from specdec.drafters import ModelDrafter
@@ -86,7 +87,7 @@ def parse_arguments() -> argparse.Namespace:
 def toy_cell(params: Params) -> dict[str, Any]:
     toy = params.toy
     changes = {"sampling": SamplingConfig(), "runs": toy.runs, "kernels": "default"}
-    setting = Setting.of(params, toy.k_for_temperature, toy.max_new_tokens, [], **changes)
+    setting = setting_of(params, toy.k_for_temperature, toy.max_new_tokens, [], **changes)
     device, dtype = toy_device(params.timing.device), resolve_dtype(params.timing.dtype)
     return measure("toy", toy_bench(device, dtype, params.toy.prompt_tokens, params.decoding.seed), setting)
 
@@ -98,7 +99,7 @@ def hf_cell(params: Params, pair_name: str, k: int) -> dict[str, Any]:
     per_category, manifest = params.study.prompts_per_category, cells.manifest(pair_name)
     bench = hf_bench(names, pair, params, per_category, device, dtype, manifest=manifest)
     # Hugging Face with the draft is a question of stage `comparison`.
-    setting = Setting.of(params, k, params.study.max_new_tokens, bench.end_tokens, hf_assisted=False)
+    setting = setting_of(params, k, params.study.max_new_tokens, bench.end_tokens, hf_assisted=False)
     return measure("hf", bench, setting)
 
 

@@ -14,8 +14,9 @@ from pipeline import cells, cli, options
 from pipeline.bench import Bench, device_logit_errors, peak_memory_bytes
 from pipeline.contest import compete
 from pipeline.machine import surroundings
-from pipeline.methods import Setting, TextPrompt
+from pipeline.methods import TextPrompt
 from pipeline.prompts import encode_prompt, load_prompts, select_prompts
+from pipeline.settings import setting_of
 from pipeline.study import Params, load_params, pair_spec
 from pipeline.weights import load_pair
 from specdec.errors import InputError
@@ -38,7 +39,7 @@ def measure(params: Params, pair_name: str) -> dict[str, Any]:
     device, dtype = options.placement(pair.device or params.timing.device), resolve_dtype(params.timing.dtype)
     loaded = load_pair(pair, params.models, device=device, dtype=dtype, manifest=cells.manifest(pair_name))
     prompts = [TextPrompt(p.question_id, p.category, encode_prompt(loaded.tokenizer, p)) for p in chosen]
-    setting = Setting.of(params, params.decoding.k, spec.max_new_tokens, loaded.end_tokens)
+    setting = setting_of(params, params.decoding.k, spec.max_new_tokens, loaded.end_tokens)
     names = {
         "study": params.study.name,
         "pair": pair_name,

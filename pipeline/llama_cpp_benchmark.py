@@ -59,9 +59,18 @@ def time_pair(params: Params, pair_name: str) -> dict[str, Any]:
     )
     loaded = load_pair(pair, params.models, device=device, dtype=dtype, manifest=cells.manifest(pair_name))
     prompts = [TextPrompt(p.question_id, p.category, encode_prompt(loaded.tokenizer, p)) for p in chosen]
-    # Greedy; and Hugging Face with the draft is a question of stage `comparison`.
-    k, tokens = max(params.study.benchmark_k), params.study.max_new_tokens
-    setting = Setting.of(params, k, tokens, loaded.end_tokens, sampling=SamplingConfig(), hf_assisted=False)
+    setting = Setting(
+        k=max(params.study.benchmark_k),
+        sampling=SamplingConfig(),
+        max_new_tokens=params.study.max_new_tokens,
+        end_tokens=loaded.end_tokens,
+        seed=0,  # nothing is drawn
+        runs=params.timing.runs,
+        warmup=params.timing.warmup,
+        verifier=params.decoding.verifier,
+        kernels=params.timing.kernels,
+        hf_assisted=False,  # a question of stage `comparison`
+    )
     longest = max(p.input_ids.shape[1] for p in prompts)
     context = longest + max(setting.max_new_tokens, *ROWS)
     theirs = LlamaCpp(api, gguf, loaded.target.config, torch.get_num_threads(), context)

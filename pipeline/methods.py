@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,6 @@ from specdec.stats import AcceptanceStats
 from specdec.timing import TimedRun, now, time_generation
 
 if TYPE_CHECKING:  # most of what is timed decodes with a number
-    from pipeline.study import Params
     from specdec.policy import KPolicy
 
 
@@ -56,23 +55,6 @@ class Setting:
     verifier: str = "token"
     kernels: str = "default"
     hf_assisted: bool = True
-
-    @classmethod
-    def of(cls, params: Params, k: int, max_new_tokens: int, end_tokens: list[int], **changes: Any) -> Setting:
-        """That of a study's cell: how it draws and repeats is in params.yaml."""
-        decoding = params.decoding
-        setting = cls(
-            k,
-            SamplingConfig(decoding.temperature, decoding.top_k, decoding.top_p),
-            max_new_tokens,
-            end_tokens,
-            decoding.seed,
-            params.timing.runs,
-            params.timing.warmup,
-            decoding.verifier,
-            params.timing.kernels,
-        )
-        return replace(setting, **changes)
 
 
 @dataclass(frozen=True)

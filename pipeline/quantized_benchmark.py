@@ -11,8 +11,9 @@ import torch
 
 from pipeline import cells, cli, options
 from pipeline.bench import Bench, measure
-from pipeline.methods import Setting, TextPrompt
+from pipeline.methods import TextPrompt
 from pipeline.prompts import encode_prompt, load_prompts, select_prompts
+from pipeline.settings import setting_of
 from pipeline.study import Params, load_params, pair_spec
 from pipeline.texts import read_contexts
 from pipeline.variants import cell_parser, load_unquantized, parse
@@ -55,7 +56,7 @@ def time_variant(params: Params, contexts_name: str, pair_name: str, variant_nam
     bench = Bench(names, models.target, drafter, count_parameters(models.draft), prompts, models.end_tokens)
     # Hugging Face with the draft is a question of stage `comparison`.
     k, tokens = params.decoding.k, params.study.max_new_tokens
-    setting = Setting.of(params, k, tokens, models.end_tokens, hf_assisted=False)
+    setting = setting_of(params, k, tokens, models.end_tokens, hf_assisted=False)
     return {
         **measure("hf", bench, setting),
         **variant.keys(),
