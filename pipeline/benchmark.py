@@ -86,8 +86,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def toy_cell(params: Params) -> dict[str, Any]:
     toy = params.toy
-    changes = {"sampling": SamplingConfig(), "runs": toy.runs, "kernels": "default"}
-    setting = setting_of(params, toy.k_for_temperature, toy.max_new_tokens, [], **changes)
+    k, tokens = toy.k_for_temperature, toy.max_new_tokens
+    setting = setting_of(params, k, tokens, [], sampling=SamplingConfig(), runs=toy.runs)
     device, dtype = toy_device(params.timing.device), resolve_dtype(params.timing.dtype)
     return measure("toy", toy_bench(device, dtype, params.toy.prompt_tokens, params.decoding.seed), setting)
 
@@ -99,7 +99,9 @@ def hf_cell(params: Params, pair_name: str, k: int) -> dict[str, Any]:
     per_category, manifest = params.study.prompts_per_category, cells.manifest(pair_name)
     bench = hf_bench(names, pair, params, per_category, device, dtype, manifest=manifest)
     # Hugging Face with the draft is a question of stage `comparison`.
-    setting = setting_of(params, k, params.study.max_new_tokens, bench.end_tokens, hf_assisted=False)
+    setting = setting_of(
+        params, k, params.study.max_new_tokens, bench.end_tokens, kernels=params.timing.kernels, hf_assisted=False
+    )
     return measure("hf", bench, setting)
 
 

@@ -56,7 +56,7 @@ def time_variant(params: Params, contexts_name: str, pair_name: str, variant_nam
     bench = Bench(names, models.target, drafter, count_parameters(models.draft), prompts, models.end_tokens)
     # Hugging Face with the draft is a question of stage `comparison`.
     k, tokens = params.decoding.k, params.study.max_new_tokens
-    setting = setting_of(params, k, tokens, models.end_tokens, hf_assisted=False)
+    setting = setting_of(params, k, tokens, models.end_tokens, kernels=params.timing.kernels, hf_assisted=False)
     return {
         **measure("hf", bench, setting),
         **variant.keys(),

@@ -21,6 +21,5 @@ def setting_of(params: Params, k: int, max_new_tokens: int, end_tokens: list[int
         params.timing.runs,
         params.timing.warmup,
         params.decoding.verifier,
-        params.timing.kernels,
     )
     return replace(setting, **changes)
