@@ -1,4 +1,4 @@
-"""How a study's timed cells draw, repeat and run, as params.yaml has it."""
+"""How a study's timed cells draw and repeat, as params.yaml has it."""
 
 from __future__ import annotations
 
