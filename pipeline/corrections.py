@@ -1,33 +1,22 @@
-"""The measurements in notes/corrections.md: what the original write-up says, held against the default study's results.
-
-    python pipeline/corrections.py
-
-`make study` does the same after the default study.
-"""
+"""The measurements in notes/corrections.md: what the original write-up says, held against the default study's results."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from pipeline import cells
 from pipeline.attribution_report import place_for_speculation
-from pipeline.cli import run
 from pipeline.cost_report import cost_machine
-from pipeline.markers import fill
 from pipeline.results import read_table, study_folder
 from pipeline.wording import PAIR, Column, K, Row, interval, markdown, number, words
 from specdec.stats import bootstrap_interval, ratio, ratio_of_sums
 from specdec.theory import break_even_alpha, expected_tokens_per_round, iid_acceptance_length
 
-NOTE = Path("notes/corrections.md")
 STUDY = "embedded"
-BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
 
 Cell = dict[str, Any]
 # target, draft, backend, "α (accept rate)", accepted/round, speed-up, as the original write-up has them; k = 4
@@ -40,16 +29,6 @@ ORIGINAL = (
 )
 ORIGINAL_K = 4
 DEPTHS = (1, 2, 4, 8)
-
-
-def main() -> None:
-    argparse.ArgumentParser(description=f"Write what was measured into {NOTE}, between its markers.").parse_args()
-    update()
-
-
-def update() -> None:
-    """Put the tables into the note, if they are not there already."""
-    fill(NOTE, BEGIN, END, measured())
 
 
 def measured() -> str:
@@ -227,6 +206,3 @@ def over_geometric(units: Sequence[tuple[Counts, Counts]]) -> float | None:
     tau = ratio(sum(counts.emitted for _, counts in units), len(drafted))
     return None if tau is None or expected is None else ratio(tau, expected)
 
-
-if __name__ == "__main__":
-    run(main)

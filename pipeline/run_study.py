@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from pipeline import cells, corrections
+from pipeline import cells, notes
 from pipeline.cli import run
 from pipeline.markers import fill
 from pipeline.report import readme_part
@@ -36,8 +36,8 @@ def main() -> int:
     report = study_folder(params.study.name) / "report.md"
     print(f"\n{report.read_text(encoding='utf-8').rstrip()}\n\n{provenance(study_cells(params), ran)}")
     update_readme(Path("README.md"), report)
-    if params.study.name == corrections.STUDY:
-        corrections.update()
+    if params.study.name == notes.STUDY:
+        notes.update()
     return 0
 
 

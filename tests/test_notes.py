@@ -13,7 +13,7 @@ from report_text import table
 from sync_deps import ROOT
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipeline import corrections
+from pipeline import corrections, notes
 from specdec.models import count_parameters
 from specdec.theory import break_even_alpha, expected_tokens_per_round
 
@@ -113,11 +113,16 @@ def test_our_perplexities_are_those_of_the_cells():
 CORRECTIONS = (ROOT / "notes" / "corrections.md").read_text(encoding="utf-8")
 
 
-def test_the_corrections_hold_what_was_measured(monkeypatch):
-    """`python pipeline/corrections.py` brings them up to date."""
+@pytest.mark.parametrize("note", notes.TEXTS, ids=str)
+def test_the_notes_hold_what_was_measured(note, monkeypatch):
+    """`python pipeline/notes.py` brings them up to date."""
     monkeypatch.chdir(ROOT)
-    text = CORRECTIONS.split(corrections.BEGIN)[1].split(corrections.END)[0].strip()
-    assert text == corrections.measured()
+    text = note.read_text(encoding="utf-8")
+    assert text.split(notes.BEGIN)[1].split(notes.END)[0].strip() == notes.TEXTS[note]()
+
+
+def test_the_corrections_agree_with_the_sweeps():
+    text = CORRECTIONS.split(notes.BEGIN)[1].split(notes.END)[0].strip()
     by_k = pd.read_csv(ROOT / "plots" / "embedded" / "sweep_k.csv").set_index(["pair", "k"])
     for row in table(text.split("**Table 4.**")[1])[:-1]:  # the last one is the toy pair
         cell = by_k.loc[(row["pair"], int(row["k"]))]
