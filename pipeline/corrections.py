@@ -205,4 +205,3 @@ def over_geometric(units: Sequence[tuple[Counts, Counts]]) -> float | None:
     expected = None if alpha is None else iid_acceptance_length(alpha, drafted)
     tau = ratio(sum(counts.emitted for _, counts in units), len(drafted))
     return None if tau is None or expected is None else ratio(tau, expected)
-

@@ -424,8 +424,10 @@ class _Rotary:
         """Of start ≤ position < end, each of shape (end − start, D); the sines of the first half negative, see `_rotate`."""
         if end > len(self._cos):
             positions = torch.arange(_capacity(end, self._context), device=self._frequencies.device)
-            angles = positions[:, None].float() * self._frequencies
-            cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+            # The angles are the model's, in float32. Their cosines are not taken in it: on a loaded CPU torch has been seen to
+            # give coarse ones, once in dozens of processes, and a table would keep them. In float64 there are digits to spare.
+            angles = (positions[:, None].float() * self._frequencies).cpu().double()
+            cos, sin = ((turn * self._scale).to(self._frequencies) for turn in (angles.cos(), angles.sin()))
             self._cos, self._sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
         return self._cos[start:end], self._sin[start:end]
 

@@ -368,3 +368,17 @@ def test_a_copy_in_bfloat16_runs_with_a_float32_residual_stream(linear):
     want = uncached(model, text)
     ours, theirs = LlamaDecoder(low, linear).open().forward(text), CachedModel(low).forward(text).float()
     assert float((ours - want).norm()) < float((theirs - want).norm())
+
+
+def test_rotary_tables_do_not_rest_on_the_cosine_of_float32(monkeypatch):
+    model, text = tiny_llama(), text_of(30)
+    expected = LlamaDecoder(model).open().forward(text)
+    for name in ("cos", "sin"):
+        exact = getattr(torch.Tensor, name)
+
+        def coarse(angles, exact=exact):
+            turned = exact(angles)
+            return turned.bfloat16().to(turned) if angles.dtype == torch.float32 else turned
+
+        monkeypatch.setattr(torch.Tensor, name, coarse)
+    assert torch.equal(LlamaDecoder(model).open().forward(text), expected)
