@@ -13,15 +13,18 @@ from pathlib import Path
 
 import pandas as pd
 
+from pipeline import cells
 from pipeline.attribution_report import place_for_speculation
 from pipeline.cli import run
 from pipeline.comparison_report import comparison_findings, comparison_table
 from pipeline.corrections import STUDY, measured
 from pipeline.cost_report import cost_curves, cost_machine
+from pipeline.llama_cpp_report import llama_cpp_section
 from pipeline.markers import fill
 from pipeline.results import read_table, study_folder
 from pipeline.wording import interval, markdown, number, words
 
+LLAMA_CPP_PAIR = "smollm2-135m_int4"
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
 
 
@@ -40,8 +43,15 @@ def on_a_cpu() -> str:
     """Of notes/cpu.md: kernels, k and baselines in one run, and T(n)."""
     folder = study_folder(STUDY)
     compared, costs = read_table(folder, "comparison"), read_table(folder, "cost_curve")
-    findings = comparison_findings(compared), place_for_speculation(costs)
-    return "\n\n".join([comparison_table(compared), findings[0], cost_machine(costs), cost_curves(costs), findings[1]])
+    ours = [comparison_table(compared), comparison_findings(compared)]
+    passes = [cost_machine(costs), cost_curves(costs), place_for_speculation(costs)]
+    return "\n\n".join([*ours, *passes, *beside_llama_cpp()])
+
+
+def beside_llama_cpp() -> list[str]:
+    """Blocks of text on the cell of study `llama_cpp`; none where it was not measured, which the default study does not need."""
+    path = cells.llama_cpp("llama_cpp", LLAMA_CPP_PAIR)
+    return llama_cpp_section(pd.DataFrame([cells.read_json(path)]))[1:] if path.exists() else []
 
 
 def of_quantised_drafts() -> str:
