@@ -76,7 +76,8 @@ def measured():
 
 def test_values_with_an_interval_in_the_notes_are_measured_ones():
     """As they are, in points or in milliseconds; a loss may be written as a positive number."""
-    written = [path.read_text(encoding="utf-8") for path in VALUES]  # by people: what scripts write has a test of its own
+    # Those that people wrote: what scripts write has a test of its own.
+    written = [path.read_text(encoding="utf-8") for path in VALUES]
     typed = [re.sub(f"{notes.BEGIN}.*{notes.END}", "", text, flags=re.DOTALL) for text in written]
     found = [texts for text in typed for texts in WITH_INTERVAL.findall(text)]
     assert len(found) > 50
