@@ -657,7 +657,7 @@ def test_a19_every_result_is_there(measured_once, params):
     stages = YAML(typ="safe").load(measured_once.root / "dvc.yaml")["stages"]
     drawn = {next(iter(out)).replace("${study.name}", "tiny") for name in LAST for out in stages[name]["outs"]}
     assert {path for path in results if path.startswith("plots/")} == drawn
-    assert {Path(path).suffix for path in drawn} == {".csv", ".svg", ".md"}
+    assert {Path(path).suffix for path in drawn} == {".csv", ".svg", ".md", ".html"}
 
 
 @pytest.mark.parametrize(
@@ -777,10 +777,11 @@ def test_a19_what_dvc_shows(measured_once, command):
 
 def test_a17_a_changed_module_is_seen_by_the_stages_that_import_it(measured_once):
     """All modules at once, for DVC tells which of them each stage has seen change."""
-    modules = [path for package in ("pipeline", "specdec") for path in (measured_once.root / package).glob("*.py")]
+    modules = [path for package in ("pipeline", "specdec") for path in (measured_once.root / package).glob("*.[pc]*")]
+    modules = [path for path in modules if path.suffix in (".py", ".cpp")]
     before = {module: module.read_bytes() for module in modules}
     for module in modules:
-        measured_once.append(str(module), "# a comment\n")
+        measured_once.append(str(module), "# a comment\n" if module.suffix == ".py" else "// a comment\n")
     changes = measured_once.changes()
     for module, source in before.items():
         module.write_bytes(source)

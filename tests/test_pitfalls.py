@@ -338,7 +338,9 @@ def test_a11_f12_the_device_is_drained_right_before_every_reading_of_the_clock(n
         assert forwards and log == [*drained, "forward", *drained, *forwards, *drained]
     log.clear()
     StepClock({"step": lambda: log.append("forward")}, device).sample(2)
-    assert log == ["forward", *[*drained, "forward", *drained] * 2]
+    assert (
+        log == ["forward", *drained, "forward", *drained] * 2
+    )  # each timed call stands behind one that does not count
 
 
 def test_f12_every_run_reads_its_own_prompt_and_all_methods_count_the_same_tokens():
