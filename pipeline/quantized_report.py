@@ -83,7 +83,9 @@ def by_category(table: pd.DataFrame) -> str:
         ends = [f"{interval('alpha', 3)(row)} ({row['category']})" for row in rows_of(known)]
         if len(ends) > 1:
             low, high = known["alpha_hi"].iloc[0], known["alpha_lo"].iloc[-1]
-            apart = "they differ" if low < high else "not distinguishable" if is_known(low) else "too few prompts to tell"
+            apart = (
+                "they differ" if low < high else "not distinguishable" if is_known(low) else "too few prompts to tell"
+            )
             lines.append(f"- `{pair}`, {variant}, T = {t:g}: α from {ends[0]} to {ends[-1]}: {apart}.")
     return "\n".join(lines) or "No prompts of two categories."
 
