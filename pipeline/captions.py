@@ -23,6 +23,7 @@ FIGURES = {
     "confidence": "Tokens per target forward, drafted tokens per emitted one and acceptance rate, against the threshold below "
     "which a draft stops.",
     "quantized_alpha": "Acceptance against bits per weight of the draft, by method of rounding, with 95 % intervals.",
+    "quantized_by_category": "Acceptance of quantised drafts by category of prompts, greedy and sampled, with 95 % intervals.",
     "quantized_speedup": "Speed-up against bits per weight of the draft, measured and predicted.",
     "break_even": "How much acceptance a cheaper draft may lose until it no longer pays, and until speculation no longer pays.",
     "toy": "The toy pair in three panels: tokens per round against k beside the geometric curve of a constant acceptance; "

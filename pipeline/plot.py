@@ -42,7 +42,7 @@ from pipeline.drawing import (
 )
 from pipeline.panel_figures import panels, real_pair, toy_pair
 from pipeline.prompt_figures import accepted_per_round, by_category
-from pipeline.quantized_figures import break_even, quantized_alpha, quantized_speedup
+from pipeline.quantized_figures import break_even, quantized_alpha, quantized_by_category, quantized_speedup
 from pipeline.results import read_table, study_folder
 from pipeline.study import load_params
 
@@ -84,6 +84,7 @@ def draw(folder: Path) -> dict[str, Figure]:
         "cost_curve": cost_curve(read_table(folder, "cost_curve")),
         "comparison": comparison(compared, looks),
         "quantized_alpha": quantized_alpha(read_table(folder, "quantized_alpha")),
+        "quantized_by_category": quantized_by_category(read_table(folder, "quantized_by_category")),
         "quantized_speedup": quantized_speedup(quantized_benchmark),
         "break_even": break_even(quantized_benchmark),
     }

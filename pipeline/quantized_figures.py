@@ -52,6 +52,31 @@ def quantized_alpha(table: pd.DataFrame) -> Figure:
     return figure
 
 
+def quantized_by_category(table: pd.DataFrame) -> Figure:
+    """α by category of prompts: a row of panels per pair, a panel for the lowest and one for the highest temperature."""
+    pairs, categories, looks = _names(table["pair"]), _names(table["category"]), variant_looks(table)
+    temperatures = sorted({table["temperature"].min(), table["temperature"].max()})
+    height = 0.9 + 0.13 * len(categories) * (len(looks) + 1)
+    figure = Figure(figsize=(WIDTH, 1 + height * len(pairs)), layout="constrained")
+    axes = figure.subplots(len(pairs), len(temperatures), sharex=True, sharey=True, squeeze=False)
+    for row, pair in zip(axes, pairs, strict=True):
+        for ax, t in zip(row, temperatures, strict=True):
+            part = table[(table["pair"] == pair) & (table["temperature"] == t)]
+            for index, (variant, look) in enumerate(looks.items()):
+                points = part[part["variant"] == variant]
+                y = points["category"].map(categories.index) + 0.8 * ((index + 0.5) / len(looks) - 0.5)
+                ax.errorbar(points["alpha"], y, xerr=errors(points, "alpha"), capsize=2, elinewidth=1, **look)
+            for place in range(1, len(categories)):
+                ax.axhline(place - 0.5, color="0.9", linewidth=0.8, zorder=0)
+            ax.set(title=f"{pair}, T = {t:g}", ylim=(len(categories) - 0.5, -0.5))
+            ax.tick_params(axis="y", length=0)
+        row[0].set_yticks(range(len(categories)), [category.replace("_", " ") for category in categories])
+    for ax in axes[-1]:
+        ax.set_xlabel("acceptance of a draft token (α)")
+    legend(figure, looks, interval_entry(table))
+    return figure
+
+
 def quantized_speedup(benchmark: pd.DataFrame) -> Figure:
     """Speed-up over own plain decoding against bits per weight, with its prediction; a panel per pair."""
     pairs = _names(benchmark["pair"])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pandas as pd
 
+from pipeline.prompt_tables import ALL
 from pipeline.quantized_tables import HEAD, METHOD, SIXTEEN_BITS, TEMPERATURE
 from pipeline.wording import (
     PAIR,
@@ -41,6 +42,10 @@ COMPARED = (
     "interval leaves out 0. Methods, and treatments of the head, are judged on the same positions; T = 0 has other texts "
     "than T > 0, of the same prompts."
 )
+BY_CATEGORY = (
+    "By category of prompts, head rounded, of the variants that also draft in the loop below. Two categories are said to "
+    "differ where their 95 % intervals, over the prompts of each, do not overlap."
+)
 LOOP = (
     "The same variants, head rounded, while they draft: the loop writes its own texts and tests every position but those "
     "of bonus tokens. Its mean Σ min(p, q̂) is held against α behind fixed contexts, of the same prompts and as many "
@@ -68,6 +73,21 @@ def acceptance(table: pd.DataFrame) -> list[str]:
     for t, part in table.groupby("temperature"):
         blocks += [f"### α at T = {t:g}", unquantized(part), markdown(part, _alpha_columns())]
     return blocks
+
+
+def by_category(table: pd.DataFrame) -> str:
+    """A line per variant and temperature: the categories where a draft does worst and best."""
+    lines = []
+    for (pair, variant, t), part in table.groupby(["pair", "variant", "temperature"], sort=False):
+        known = part[part["alpha"].notna() & (part["category"] != ALL)].sort_values("alpha", kind="stable")
+        ends = [f"{interval('alpha', 3)(row)} ({row['category']})" for row in rows_of(known)]
+        if len(ends) > 1:
+            low, high = known["alpha_hi"].iloc[0], known["alpha_lo"].iloc[-1]
+            apart = (
+                "they differ" if low < high else "not distinguishable" if is_known(low) else "too few prompts to tell"
+            )
+            lines.append(f"- `{pair}`, {variant}, T = {t:g}: α from {ends[0]} to {ends[-1]}: {apart}.")
+    return "\n".join(lines) or "No prompts of two categories."
 
 
 def _all_of(values: pd.Series) -> str:

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.cells import label
-from specdec.stats import MIN_UNITS_FOR_INTERVAL
+from pipeline.prompt_tables import ALL
+from specdec.stats import MIN_UNITS_FOR_INTERVAL, bootstrap_interval, ratio_of_sums
 from specdec.theory import break_even_alpha, equal_speed_alpha
 
 Record = dict[str, Any]
@@ -55,6 +56,10 @@ LOOP = (
     *("pair", "target", "draft", "variant", "temperature", "k", "prompts", "tested", "positions"),
     *(end for key in (*_LOOPED, "forced_alpha") for end in _ends(key)),
 )
+BY_CATEGORY = (
+    *("pair", "target", "draft", "variant", "bits", "method", "temperature", "category", "prompts", "positions"),
+    *_ends("alpha"),
+)
 # `difference` is the change of α of the first less that of the second, on the same prompts.
 CONTRASTS = ("pair", "question", "variant", "other", "head", "temperature", *_ends("difference"))
 METHOD, HEAD, TEMPERATURE = "method", "head", "temperature"  # the questions
@@ -94,6 +99,32 @@ def _at(record: Record, prefix: str, temperature: float) -> Record:
         "perplexity": record[f"{prefix}perplexity_{texts}"],
         "perplexity_unquantized": record[f"perplexity_unquantized_{texts}"],
     }
+
+
+def category_rows(record: Record) -> list[Record]:
+    """α behind the texts of each category of prompts, and of all of them, with the head rounded: a row per temperature too.
+
+    Raises:
+        KeyError: the cell lacks a key.
+    """
+    names = {key: record[key] for key in ("pair", "target", "draft", "variant", "bits", "method")}
+    categories = [ALL, *dict.fromkeys(prompt["category"] for prompt in record["per_prompt"])]
+    rows = []
+    for t in record["temperatures"]:
+        for category in categories:
+            prompts = [prompt for prompt in record["per_prompt"] if category in (ALL, prompt["category"])]
+            units = [_overlap(prompt, t) for prompt in prompts]
+            value, (low, high) = ratio_of_sums(units), bootstrap_interval(units, ratio_of_sums)
+            counts = {"prompts": len(units), "positions": int(sum(positions for _, positions in units))}
+            alpha = {f"alpha{end}": v for end, v in zip(ENDS, (value, low, high), strict=True)}
+            rows.append({**names, "temperature": t, "category": category, **counts, **alpha})
+    return rows
+
+
+def _overlap(prompt: Record, temperature: float) -> tuple[float, float]:
+    """Σ min(p, q) summed over a prompt's positions, and how many these are."""
+    sums, end = prompt["greedy" if temperature == 0 else "sampled"], label(temperature)
+    return sums[f"overlap_{end}"], sums[f"positions_{end}"]
 
 
 def forced(record: Record, temperatures: Sequence[float]) -> dict[float, Record]:

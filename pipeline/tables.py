@@ -163,6 +163,7 @@ def gather(params: Params) -> dict[str, pd.DataFrame]:
         ),
         "quantized_alpha": _table(_quantized_alpha(params), quantized.ALPHA),
         "quantized_contrasts": _table(_quantized_contrasts(params), quantized.CONTRASTS),
+        "quantized_by_category": _inside(_loop_alpha(params), quantized.category_rows, quantized.BY_CATEGORY),
         "quantized_loop": _table(_quantized_loop(params), quantized.LOOP),
         "quantized_benchmark": _table(_quantized_benchmark(params), (*QUANTIZED_BENCHMARK, *quantized.ALPHA_NEEDED)),
         "toy_k": _table(toy_by_k, ACCEPTANCE),
@@ -186,6 +187,16 @@ def _quantized_alpha(params: Params) -> list[Record]:
             with _keys_of(path):
                 rows += quantized.alpha_rows(record)
     return rows
+
+
+def _loop_alpha(params: Params) -> list[Path]:
+    """The α cells of the few variants that are decoded with as well."""
+    study = params.study
+    return [
+        cells.quantized_alpha(study.contexts, pair, variant)
+        for pair in study.quantized_pairs
+        for variant in study.loop_variants
+    ]
 
 
 def _quantized_contrasts(params: Params) -> list[Record]:

@@ -179,7 +179,9 @@ def quantized_alpha(pair: str, variant: str) -> dict[str, Any]:
         "quantisation_seconds": {"cast": 0.1, "rtn": 0.5, "gptq": 150.0, "awq": 90.0}[keys["method"]],
         "perplexity_unquantized_greedy": 1.4,
         "perplexity_unquantized_sampled": 4.0,
-        "per_prompt": [{"question_id": i, "category": "qa", "greedy": {}, "sampled": {}} for i in range(12)],
+        "per_prompt": [
+            {"question_id": i, "category": CATEGORIES[i % 2], "greedy": {}, "sampled": {}} for i in range(12)
+        ],
     }
     for head, prefix in (("in", ""), ("out", "body_")):
         weights = LAYER_WEIGHTS + (HEAD_WEIGHTS if head == "in" else 0)
@@ -207,10 +209,11 @@ def quantized_alpha(pair: str, variant: str) -> dict[str, Any]:
 
 
 def set_changes(record: dict[str, Any], prefix: str, end: str, changes: list[float]) -> None:
-    """Give each prompt of an alpha cell, which has 32 positions, its mean change of α."""
+    """Give each prompt of an alpha cell, which has 32 positions and a self-draft, its mean change of α."""
     for prompt, change in zip(record["per_prompt"], changes, strict=True):
         sums = prompt["greedy" if end == "0" else "sampled"]
         sums |= {f"{prefix}change_{end}": 32 * change, f"positions_{end}": 32.0}
+        sums |= {f"{prefix}overlap_{end}": 32 * (1 + change)}
 
 
 def quantized_loop(pair: str, variant: str, k: int) -> dict[str, Any]:

@@ -40,7 +40,7 @@ NAMES = {
     ),
     *("accepted_per_round", "by_category", "speedup_by_k"),
     *("block_verification", "confidence", "attribution"),
-    *("quantized_alpha", "quantized_speedup", "break_even"),
+    *("quantized_alpha", "quantized_by_category", "quantized_speedup", "break_even"),
 }
 SMALLEST = (
     fake_cells.PARAMS.replace("[small_int8, small_bf16, small_lookup]", "[small_int8]")
@@ -414,8 +414,11 @@ def test_the_smallest_study_without_intervals_or_acceptances_is_drawn(
     assert "measured" in labels and "measured, 95 % interval" not in labels
 
 
-# Columns of theory, which has no interval.
-PREDICTED = ("iid_acceptance_length", "geometric_tokens_per_round", "predicted_speedup", "ideal_speedup")
+# Columns of theory, which has no interval, and factors between it and what is measured.
+PREDICTED = (
+    *("iid_acceptance_length", "geometric_tokens_per_round", "predicted_speedup", "ideal_speedup"),
+    *("iid_factor", "verify_cost_factor", "overhead_factor"),
+)
 
 
 def dvc_charts() -> list[tuple[str, dict[str, Any]]]:

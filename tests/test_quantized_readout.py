@@ -130,6 +130,72 @@ def test_a_variant_that_the_study_does_not_declare_is_left_out(study: Params) ->
     assert "w4-row-rtn" not in tables.gather(study)["quantized_alpha"]["variant"].tolist()
 
 
+def with_overlaps(overlaps: dict[str, list[float]]) -> None:
+    """Give every cell prompts of these categories, of 32 positions each, with these α at T = 0 and half of them at T = 1."""
+    alphas = [(category, alpha) for category, values in overlaps.items() for alpha in values]
+    prompts = [
+        {
+            "category": category,
+            "greedy": {"overlap_0": 32 * alpha, "change_0": 0.0, "body_change_0": 0.0, "positions_0": 32.0},
+            "sampled": {
+                f"{key}_{end}": 32.0 if key == "positions" else 16 * alpha if key == "overlap" else 0.0
+                for key in ("overlap", "change", "body_change", "positions")
+                for end in ("0_7", "1")
+            },
+        }
+        for category, alpha in alphas
+    ]
+    for path in Path("metrics/quantized_alpha").rglob("*.json"):
+        fake_cells.edit(path, per_prompt=prompts)
+
+
+def test_alpha_of_a_category_is_that_of_its_prompts(study: Params) -> None:
+    qa, rag = [0.9 + 0.005 * i for i in range(12)], [0.5, 0.6]
+    with_overlaps({"qa": qa, "rag": rag})
+    gathered = tables.gather(study)["quantized_by_category"]
+    assert [*dict.fromkeys(gathered["variant"])] == study.study.loop_variants, "those that decode too"
+    rows = gathered[gathered["variant"] == "w4-g64-gptq"].set_index(["temperature", "category"])
+    assert rows.index.tolist() == [(t, c) for t in (0.0, 0.7, 1.0) for c in ("all prompts", "qa", "rag")]
+    assert rows["prompts"].tolist() == [14, 12, 2] * 3 and rows["positions"].tolist() == [14 * 32, 12 * 32, 64] * 3
+    assert rows.loc[(0.0, "rag"), "alpha"] == pytest.approx(0.55)
+    assert rows.loc[(1.0, "all prompts"), "alpha"] == pytest.approx((sum(qa) + sum(rag)) / 28)
+    units = [(32 * alpha, 32.0) for alpha in qa]
+    ends = bootstrap_interval(units, lambda parts: sum(a for a, _ in parts) / sum(n for _, n in parts))
+    assert rows.loc[(0.0, "qa"), ["alpha_lo", "alpha_hi"]].tolist() == pytest.approx(ends)
+    assert rows.loc[(0.0, "rag"), ["alpha_lo", "alpha_hi"]].isna().all(), "too few prompts"
+
+
+@pytest.mark.parametrize(
+    ("rag", "conclusion"),
+    [
+        ([0.5 + 0.01 * i for i in range(12)], "to 0.927 [0.918, 0.937] (qa): they differ."),
+        ([0.88 + 0.005 * i for i in range(12)], "(qa): not distinguishable."),
+        ([0.5, 0.6], "α from 0.550 [–] (rag) to 0.927 [0.918, 0.937] (qa): too few prompts to tell."),
+    ],
+)
+def test_categories_differ_where_their_intervals_are_apart(study: Params, rag: list[float], conclusion: str) -> None:
+    with_overlaps({"qa": [0.9 + 0.005 * i for i in range(12)], "rag": rag})
+    told = section(text(), "Quantised drafts by category of prompts")
+    assert line_with("w4-g64-gptq, T = 0:", told).endswith(conclusion)
+
+
+def test_categories_are_drawn_at_the_lowest_and_the_highest_temperature(study: Params) -> None:
+    with_overlaps({"qa": [0.9 + 0.005 * i for i in range(12)], "rag": [0.5, 0.6]})
+    tables.main()
+    with matplotlib.rc_context(plot.STYLE):
+        axes = plot.draw(FOLDER)["quantized_by_category"].axes
+    assert [ax.get_title() for ax in axes] == ["small_int8, T = 0", "small_int8, T = 1"]
+    assert [label.get_text() for label in axes[0].get_yticklabels()] == ["all prompts", "qa", "rag"]
+    rows = read_table(FOLDER, "quantized_by_category")
+    for ax, t in zip(axes, (0.0, 1.0), strict=True):
+        drawn = [np.asarray(line.get_xdata()).tolist() for line in ax.lines if line.get_marker() in ("o", "s")]
+        expected = [
+            rows[(rows["variant"] == v) & (rows["temperature"] == t)]["alpha"].tolist()
+            for v in study.study.loop_variants
+        ]
+        assert drawn == expected
+
+
 def test_a_contrast_is_the_difference_of_two_changes_paired_over_prompts(study: Params) -> None:
     path = cells.quantized_alpha("few", "small_int8", "w4-g64-rtn")
     record, other = cells.read_json(ALPHA_CELL), cells.read_json(path)

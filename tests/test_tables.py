@@ -17,7 +17,7 @@ from specdec.theory import expected_tokens_per_round, iid_acceptance_length
 NAMES = {
     *("sweep_k", "sweep_temperature", "acceptance_per_position", "hf_benchmark", "cost_curve", "comparison"),
     *("sweep_block", "sweep_confidence", "greedy_identity", "llama_cpp"),
-    *("quantized_alpha", "quantized_contrasts", "quantized_loop", "quantized_benchmark"),
+    *("quantized_alpha", "quantized_contrasts", "quantized_by_category", "quantized_loop", "quantized_benchmark"),
     *("acceptance_by_category", "accepted_per_round", "speedup_by_category", "speedup_by_k"),
     *("toy_k", "toy_temperature", "toy_acceptance_per_position", "toy_benchmark"),
 }
