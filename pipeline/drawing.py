@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import cycle, pairwise
+from itertools import cycle
 from typing import Any
 
 import pandas as pd
@@ -95,13 +95,20 @@ def errors(table: pd.DataFrame, column: str) -> list[pd.Series]:
     return [below.clip(lower=0), above.clip(lower=0)]
 
 
-def ticks(ax: Axes, values: pd.Series, *, log: bool = False) -> None:
-    """Ticks where something was measured, unless they would run into each other."""
+def ticks(ax: Axes, values: pd.Series, *, log: bool = False, room: float = 0.05) -> None:
+    """Ticks where something was measured, but for those that would run into the one before.
+
+    Args:
+        room: the part of the axis that a tick's label needs.
+    """
     places = sorted(values.unique())
     drawn = [math.log(place) for place in places] if log else places
-    if all(b - a >= 0.05 * (drawn[-1] - drawn[0]) for a, b in pairwise(drawn)):
-        ax.set_xticks(places)
-        ax.minorticks_off()
+    kept: list[int] = []
+    for index, place in enumerate(drawn):
+        if not kept or place - drawn[kept[-1]] >= room * (drawn[-1] - drawn[0]):
+            kept.append(index)
+    ax.set_xticks([places[index] for index in kept])
+    ax.minorticks_off()
     if log:
         ax.xaxis.set_major_formatter("{x:g}")
 

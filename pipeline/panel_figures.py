@@ -116,6 +116,8 @@ def _temperature(ax: Axes, pair: Swept) -> None:
     measured(ax, by_temperature.assign(x=by_temperature["temperature"]), "alpha_overlap", pair.look)
     for limit, style in ((pair.at_zero, ":"), (pair.at_infinity, "-.")):
         ax.axhline(limit, color=GREY, linestyle=style, linewidth=1.2)
-    ax.set(title="(c) acceptance by temperature", xscale="log", xlabel="temperature (T), log scale", ylim=(-0.03, 1.03))
+    low = min(by_temperature["alpha_overlap_lo"].fillna(by_temperature["alpha_overlap"]).min(), pair.at_zero)
+    ax.set(title="(c) acceptance by temperature", xscale="log", xlabel="temperature (T), log scale")
+    ax.set_ylim(low - 0.25 * (1 - low), 1 + 0.06 * (1 - low))  # a good draft's U is a shallow one
     ax.set_ylabel("acceptance of a tested token (α)")
-    ticks(ax, by_temperature["temperature"], log=True)
+    ticks(ax, by_temperature["temperature"], log=True, room=0.1)

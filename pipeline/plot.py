@@ -141,11 +141,12 @@ def acceptance_vs_temperature(by_temperature: pd.DataFrame, looks: dict[str, Loo
     """α = E[Σ min(p, q)] against the temperature."""
     figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
     ax = figure.subplots()
-    looks = looks_of(looks, by_temperature)
-    for pair, part in _by_pair(by_temperature, "temperature"):
+    looks, temperatures = looks_of(looks, by_temperature), by_temperature["temperature"]
+    for pair, part in _by_pair(by_temperature, "temperature", log_span=temperatures.max() / temperatures.min()):
         measured(ax, part, "alpha_overlap", looks[pair])
-    ax.set(xlabel="sampling temperature (T)", ylabel="acceptance of a tested token (α)", ylim=(-0.03, 1.03))
-    ticks(ax, by_temperature["temperature"])
+    ax.set(xscale="log", xlabel="sampling temperature (T), log scale")
+    ax.set(ylabel="acceptance of a tested token (α)", ylim=(-0.03, 1.03))
+    ticks(ax, temperatures, log=True)
     legend(figure, looks, [measured_entry(by_temperature)])
     return figure
 
