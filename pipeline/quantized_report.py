@@ -43,8 +43,9 @@ COMPARED = (
     "than T > 0, of the same prompts."
 )
 BY_CATEGORY = (
-    "By category of prompts, head rounded, of the variants that also draft in the loop below. Two categories are said to "
-    "differ where their 95 % intervals, over the prompts of each, do not overlap."
+    "By category of prompts, head rounded, of the variants that also draft in the loop below. The lowest and the highest "
+    "category are said to differ where their 95 % intervals, over the prompts of each, do not overlap; as these two are "
+    "picked afterwards, a narrow gap says little."
 )
 LOOP = (
     "The same variants, head rounded, while they draft: the loop writes its own texts and tests every position but those "
