@@ -21,9 +21,11 @@ LABELS = {
     "overhead_factor": "overhead",
 }
 PRODUCT: Look = {"marker": "|", "markersize": 20, "markeredgewidth": 2.2, "color": "black"}
-# Factors that the axis may name: the densest of these whose names do not run into each other.
-TICKS = ((0.8, 0.9, 1, 1.1, 1.25), (0.5, 0.65, 0.8, 1, 1.25, 1.5, 2), (0.1, 0.2, 0.5, 1, 2, 5, 10), (0.01, 0.1, 1, 10))
-FEWEST, MOST = 3, 8  # of them
+# Factors that the axis may name: the most of these whose names do not run into each other, and over the widest range.
+TICKS = (
+    *((0.85, 0.9, 0.95, 1, 1.05, 1.1, 1.15), (0.7, 0.8, 0.9, 1, 1.1, 1.25), (0.5, 0.65, 0.8, 1, 1.25, 1.5, 2)),
+    *((0.1, 0.2, 0.5, 1, 2, 5, 10), (0.01, 0.1, 1, 10)),
+)
 
 
 def attribution(benchmark: pd.DataFrame, quantized_benchmark: pd.DataFrame) -> Figure:
@@ -71,7 +73,9 @@ def _factor_axis(ax: Axes, rows: list[Row]) -> None:
     high = max([sum(max(value, 0) for value in values) for values in logs], default=0.0)
     low, high = min(1.08 * low, -0.05), max(1.08 * high, 0.05)
     inside = [[factor for factor in ticks if low <= math.log(factor) <= high] for ticks in TICKS]
-    factors = next((some for some in inside if FEWEST <= len(some) <= MOST and _apart(some, high - low)), inside[-1])
+    factors = max(
+        (some for some in inside if _apart(some, high - low)), key=lambda some: (len(some), some[-1] / some[0])
+    )
     ax.set_xlim(low, high)
     ax.set_xticks([math.log(factor) for factor in factors], [f"×{factor:g}" for factor in factors])
 
