@@ -267,6 +267,12 @@ def test_charts_have_the_colours_of_the_figures() -> None:
         assert f"[{others}]" in text, path.name
 
 
+def test_the_chart_over_temperatures_differs_from_the_one_over_k_by_its_scale() -> None:
+    linear, log = (json.loads((ROOT / f".dvc/plots/line_by_pair{end}.json").read_text("utf-8")) for end in ("", "_log"))
+    assert log["encoding"]["x"].pop("scale") == {"type": "log"} and log["encoding"]["x"].pop("axis")
+    assert log.pop("description").endswith(linear.pop("description")) and log == linear
+
+
 def test_every_figure_is_described() -> None:
     assert captions.FIGURES.keys() == NAMES
 
