@@ -93,6 +93,8 @@ def _git(*arguments: str) -> str | None:
         raise InputError("git is not installed; results are compared by what git holds.") from None
     if "not a git repository" in done.stderr:
         raise InputError("This folder is no git repository; results are compared by what git holds.")
+    if "dubious ownership" in done.stderr:  # git's next lines say what to do about it
+        raise InputError(" ".join(done.stderr.split()))
     return done.stdout if done.returncode == 0 else None
 
 
@@ -177,7 +179,6 @@ def _costs(curves: list[dict[str, Any]], kernels: str, k: int | str) -> Row:
 
 def compared(a: Results, b: Results) -> str:
     """Both machines, then a line of each for every configuration of either."""
-    differ = [key for key in {**a.fingerprint, **b.fingerprint} if a.fingerprint.get(key) != b.fingerprint.get(key)]
     lines = [["cell", "configuration", "", *(heading for heading, _ in SHOWN)]]
     nothing: Row = dict.fromkeys(NEEDED)
     for kind, name in {**a.rows, **b.rows}:
@@ -189,12 +190,19 @@ def compared(a: Results, b: Results) -> str:
         [
             described("A", a),
             described("B", b),
-            f"The fingerprints differ in {', '.join(differ)}." if differ else "Both fingerprints are the same.",
+            _difference(a.fingerprint, b.fingerprint),
             aligned(lines),
             "c = T_draft(1) / T_target(1), v = T_target(k+1) / T_target(1); of a comparison those of the pair's cost curve. In "
             "brackets, 95 % intervals.",
         ]
     )
+
+
+def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    if not a or not b:
+        return "Whether the fingerprints differ is not known: not both revisions hold metrics/hardware.json."
+    differ = [key for key in {**a, **b} if a.get(key) != b.get(key)]
+    return f"The fingerprints differ in {', '.join(differ)}." if differ else "Both fingerprints are the same."
 
 
 def described(side: str, results: Results) -> str:

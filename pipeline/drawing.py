@@ -43,6 +43,8 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "speculative-decoding-lab",  # element ids are random otherwise
 }
 
+LETTERS = 108  # that fit beside each other into a legend
+HOLLOW: dict[str, Any] = {"markerfacecolor": "white", "markeredgewidth": 1.3}
 FEW_TESTS = 10  # a rate over fewer is drawn hollow
 
 Look = dict[str, Any]  # keyword arguments of a line
@@ -60,25 +62,41 @@ def rates(ax: Axes, part: pd.DataFrame, column: str, tokens: str, look: Look) ->
     ax.plot(few["x"], few[column], **look | {"linestyle": "", "markerfacecolor": "white", "zorder": 3})
 
 
+def grid(panels: int, *, columns: int, height: float, sharex: bool = False) -> tuple[Figure, list[Axes]]:
+    """A figure of so many panels in rows of at most `columns`, each `height` inches high, on one vertical scale."""
+    columns = max(min(panels, columns), 1)
+    rows = max(math.ceil(panels / columns), 1)
+    figure = Figure(figsize=(WIDTH, 1.1 + height * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, sharex=sharex, sharey=True).ravel().tolist()
+    for ax in axes[panels:]:
+        ax.remove()
+    return figure, axes[:panels]
+
+
 def legend(figure: Figure, looks: dict[str, Look], styles: Sequence[Line2D]) -> None:
     """Above the data: what each colour is, then what each kind of line is."""
     handles = [Line2D([], [], **look, label=name) for name, look in looks.items()]
-    filler = [Line2D([], [], linestyle="", label=" ")] * (-len(handles) % 3)
-    rows = [*handles, *filler, *styles, *[Line2D([], [], linestyle="", label=" ")] * (-len(styles) % 3)]
-    columns = [rows[column::3] for column in range(3)]  # a legend is filled column by column
-    figure.legend(handles=[handle for column in columns for handle in column], loc="outside upper left", ncols=3)
+    empty = Line2D([], [], linestyle="", label=" ")
+    for wide in (3, 2, 1):
+        rows = [*handles, *[empty] * (-len(handles) % wide), *styles, *[empty] * (-len(styles) % wide)]
+        columns = [rows[column::wide] for column in range(wide)]  # a legend is filled column by column
+        if sum(8 + max(len(str(handle.get_label())) for handle in column) for column in columns) <= LETTERS:
+            break
+    figure.legend(handles=[handle for column in columns for handle in column], loc="outside upper left", ncols=wide)
 
 
 def pair_looks(*tables: pd.DataFrame) -> dict[str, Look]:
     """The colour of its draft and a marker of its own for each pair, in the order of the tables."""
-    colours, markers = dict(zip(DRAFTS, PALETTE, strict=False)), dict(zip(DRAFTS, "osD^v", strict=True))
-    other_colours, other_markers = cycle(OTHER_DRAFTS), cycle("PX*<>hp")
+    colours = dict(zip(DRAFTS, PALETTE, strict=False))
+    markers: dict[str, Look] = {draft: {"marker": m} for draft, m in zip(DRAFTS, "osD^v", strict=True)}
+    other_colours = cycle(OTHER_DRAFTS)
+    other_markers = cycle([{"marker": m} | filling for filling in ({}, HOLLOW) for m in "PX*<>hp"])
     looks: dict[str, Look] = {}
     for table in tables:
         for pair, draft in dict(zip(table["pair"], table["draft"], strict=True)).items():
             if pair not in looks:
                 marker = markers.pop(draft, None) or next(other_markers)
-                looks[pair] = {"color": colours.get(draft) or next(other_colours), "marker": marker}
+                looks[pair] = {"color": colours.get(draft) or next(other_colours), **marker}
                 colours.setdefault(draft, looks[pair]["color"])
     return looks
 

@@ -89,7 +89,7 @@ def _depth(ax: Axes, pair: Swept, other: Swept) -> None:
     """
     shown = {*pair.positions["k"]} & {*other.positions["k"]}
     for row, (swept, shift) in enumerate(((pair, -0.1), (other, 0.1)), start=1):
-        k = max(shown or swept.positions["k"])
+        k = max(shown or swept.positions["k"], default=None)  # of a pair that never drafts there are no positions
         part = swept.positions[swept.positions["k"] == k]
         part = part.assign(x=part["position"] + shift)
         for alpha in swept.by_k.loc[swept.by_k["k"] == 1, "alpha"]:
@@ -104,7 +104,7 @@ def _depth(ax: Axes, pair: Swept, other: Swept) -> None:
             }
             offset = (0, -6 - COUNT_HEIGHT * row)
             ax.annotate(f"{count}", (position, 0), offset, color=swept.look["color"], **place)
-    k = max(shown or {*pair.positions["k"]} | {*other.positions["k"]})
+    k = max(shown or {*pair.positions["k"]} | {*other.positions["k"]}, default=1)
     ax.set(title="(b) acceptance by depth", ylabel="accepted / tested tokens")
     ax.set_ylim(min(0.6, ax.get_ylim()[0]), 1.02)
     ax.set_xlabel(f"position in the round (k = {k}),\nbelow it the tokens tested there", labelpad=4 + 2 * COUNT_HEIGHT)
@@ -116,7 +116,8 @@ def _temperature(ax: Axes, pair: Swept) -> None:
     measured(ax, by_temperature.assign(x=by_temperature["temperature"]), "alpha_overlap", pair.look)
     for limit, style in ((pair.at_zero, ":"), (pair.at_infinity, "-.")):
         ax.axhline(limit, color=GREY, linestyle=style, linewidth=1.2)
-    low = min(by_temperature["alpha_overlap_lo"].fillna(by_temperature["alpha_overlap"]).min(), pair.at_zero)
+    lows = [*by_temperature["alpha_overlap_lo"].fillna(by_temperature["alpha_overlap"]), pair.at_zero]
+    low = min([value for value in lows if pd.notna(value)], default=0.0)
     ax.set(title="(c) acceptance by temperature", xscale="log", xlabel="temperature (T), log scale")
     ax.set_ylim(low - 0.25 * (1 - low), 1 + 0.06 * (1 - low))  # a good draft's U is a shallow one
     ax.set_ylabel("acceptance of a tested token (α)")

@@ -30,6 +30,7 @@ from pipeline.drawing import (
     Look,
     dashed,
     errors,
+    grid,
     interval_entry,
     legend,
     line,
@@ -233,8 +234,7 @@ def _speed(ax: Axes, row: dict[Any, Any], column: str, y: float, look: Look) -> 
 def speedup_by_k(speedups: pd.DataFrame, looks: dict[str, Look]) -> Figure:
     """Speed-up over plain decoding with the same kernels against k: measured, predicted and ideal; a panel per pair."""
     looks = looks_of(looks, speedups)
-    figure = Figure(figsize=(WIDTH, 4.0), layout="constrained")
-    axes = figure.subplots(1, len(looks), squeeze=False, sharey=True)[0]
+    figure, axes = grid(len(looks), columns=3, height=2.9)
     for ax, (pair, look) in zip(axes, looks.items(), strict=True):
         part = speedups[speedups["pair"] == pair]
         part = part.sort_values("k").assign(x=part["k"])
@@ -246,7 +246,8 @@ def speedup_by_k(speedups: pd.DataFrame, looks: dict[str, Look]) -> Figure:
         ax.set(title=f"{pair}\n{kernels} kernels", xlabel="draft tokens per round (k)")
         ax.set_xlim(part["k"].min() - 1, part["k"].max() + 1)
         ax.set_xticks(part["k"])
-    axes[0].set_ylabel("speed-up over plain decoding")
+    for ax in axes[::3]:
+        ax.set_ylabel("speed-up over plain decoding")
     styles = [
         line("measured, 95 % interval" if speedups["speedup_lo"].notna().any() else "measured"),
         line("predicted: τ / (kc + v)", "--", marker="_", markersize=12, markeredgewidth=2),
@@ -265,14 +266,13 @@ def _by_pair(
         log_span: highest over lowest value of an axis in log scale.
     """
     names = list(dict.fromkeys(table["pair"]))
-    step = 0.012 * panels
+    step, span = 0.012 * panels, table[axis].max() - table[axis].min()
+    if span == 0:  # a single place, where the axis is as wide as the shifts make it
+        step, span, log_span = 0.1, 1, log_span and 2
     for index, name in enumerate(names):
         part = table[table["pair"] == name]
         shift = step * (index - (len(names) - 1) / 2)
-        moved = (
-            part[axis] * log_span**shift if log_span else part[axis] + shift * (table[axis].max() - table[axis].min())
-        )
-        yield name, part.assign(x=moved)
+        yield name, part.assign(x=part[axis] * log_span**shift if log_span else part[axis] + shift * span)
 
 
 if __name__ == "__main__":

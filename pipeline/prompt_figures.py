@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pipeline.drawing import GREY, WIDTH, Look, errors, interval_entry, legend, line, looks_of
+from pipeline.drawing import GREY, WIDTH, Look, errors, grid, interval_entry, legend, line, looks_of
 
 PREDICTED: Look = {"linestyle": "--", "linewidth": 1.3}
 RANGE: Look = {"linewidth": 3.5, "alpha": 0.35}
@@ -54,13 +52,8 @@ def accepted_per_round(table: pd.DataFrame, looks: dict[str, Look]) -> Figure:
     """How many draft tokens a round accepted, at the largest k: a panel of bars per pair."""
     table = table[table["k"] == table["k"].max()]
     looks = looks_of(looks, table)
-    columns = min(len(looks), 2)
-    rows = math.ceil(len(looks) / columns)
-    figure = Figure(figsize=(WIDTH, 1.1 + 2.3 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel()
-    for ax in axes[len(looks) :]:
-        ax.remove()
-    for index, (ax, (pair, look)) in enumerate(zip(axes, looks.items(), strict=False)):
+    figure, axes = grid(len(looks), columns=2, height=2.3, sharex=True)
+    for index, (ax, (pair, look)) in enumerate(zip(axes, looks.items(), strict=True)):
         part = table[table["pair"] == pair]
         x = part["accepted_per_round"]
         ax.bar(x, part["share"], color=look["color"], alpha=0.75, width=0.75)
@@ -72,7 +65,7 @@ def accepted_per_round(table: pd.DataFrame, looks: dict[str, Look]) -> Figure:
         ax.set_xticks(x)
         ax.tick_params(labelbottom=True)
         ax.set_xlabel(f"draft tokens accepted in a round (k = {part['k'].iloc[0]})")
-        if index % columns == 0:
+        if index % 2 == 0:
             ax.set_ylabel("share of the rounds")
     legend(figure, {}, [*interval_entry(table, color="black"), line("predicted: i.i.d. acceptance", **PREDICTED)])
     return figure

@@ -14,7 +14,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pipeline.drawing import GREY, KINDS, WIDTH, Look, errors, interval_entry, legend, line
+from pipeline.drawing import GREY, HOLLOW, KINDS, WIDTH, Look, errors, interval_entry, legend, line
 from pipeline.quantized_tables import SIXTEEN_BITS
 from specdec.theory import break_even_alpha, equal_speed_alpha
 
@@ -22,7 +22,6 @@ METHODS = {"rtn": "round to nearest", "gptq": "GPTQ", "awq": "AWQ", "cast": "16-
 MANY = 15  # variants, from which on their markers are drawn smaller
 BITS = (2, 3, 4, 5, 6, 8, 16)
 BITS_LABEL = "bits per weight, reciprocal scale"
-HOLLOW: Look = {"markerfacecolor": "white", "markeredgewidth": 1.3}
 PREDICTION: Look = {"linestyle": "", "marker": "_", "markersize": 16, "markeredgewidth": 2, "color": "black"}
 
 
@@ -146,10 +145,15 @@ def method_looks(methods: Iterable[str]) -> dict[str, Look]:
 
 
 def variant_looks(table: pd.DataFrame) -> dict[str, Look]:
-    """The colour of the variant's method, and a marker of its own."""
+    """The colour of the variant's method, and a marker of its own; of many variants, its own among those of its colour."""
     methods = dict(zip(table["variant"], table["method"], strict=True))
-    looks, markers = method_looks(methods.values()), cycle("osD^vPX*<>")
-    return {variant: looks[method] | {"marker": next(markers)} for variant, method in methods.items()}
+    fillings: tuple[Look, ...] = ({}, HOLLOW)
+    markers = [{"marker": marker} | filling for filling in fillings for marker in "osD^vPX*<>"]
+    own = (
+        dict.fromkeys(METHODS, cycle(markers)) if len(methods) <= len(markers) else {m: cycle(markers) for m in METHODS}
+    )
+    looks = method_looks(methods.values())
+    return {variant: looks[method] | next(own[method]) for variant, method in methods.items()}
 
 
 def _by_method(part: pd.DataFrame, looks: dict[str, Look], step: float = 0.05) -> Iterator[tuple[str, pd.DataFrame]]:

@@ -65,7 +65,8 @@ BLOCK = (
     "draft as a whole. Expected / round: the tokens that each rule emits on the drafts of the sweep over "
     "temperatures, averaged over its own draws. So the gain, the ratio of the two, compares "
     "both rules on the same drafts, whereas the two τ are of runs with other drafts and draws, and differ by chance as well. "
-    "–: not run, for only the pairs of detail_pairs are also decoded by the other rule."
+    "–: not run. Block verification decodes the pairs of detail_pairs, token verification those of the sweep unless params.yaml "
+    "asks for block verification everywhere."
 )
 CONFIDENCE = (
     "A draft of at most k tokens ends behind a token that the draft model gives less than the threshold; 0 never ends one. "

@@ -32,11 +32,16 @@ def read_table(folder: Path, name: str) -> pd.DataFrame:
     """An empty field is NaN.
 
     Raises:
-        InputError: the table is not there.
+        InputError: the table is not there, or is none.
     """
-    path = folder / f"{name}.csv"
+    path, remedy = folder / f"{name}.csv", "`dvc repro tables` writes it"
     try:
         # A pair may be called 123 or null: names stay as they are written.
-        return pd.read_csv(path, dtype=dict.fromkeys(TEXT_COLUMNS, str), keep_default_na=False, na_values=[""])
+        table = pd.read_csv(path, dtype=dict.fromkeys(TEXT_COLUMNS, str), keep_default_na=False, na_values=[""])
     except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}); `dvc repro tables` writes it.") from None
+        raise InputError(f"{path} cannot be read ({error.strerror}); {remedy}.") from None
+    except ValueError:  # pandas' own errors on an empty file, on lines of other lengths, and on what is not UTF-8
+        raise InputError(f"{path} is not a table; {remedy} anew.") from None
+    if "pair" not in table:
+        raise InputError(f"{path} has no column pair, which every table has; {remedy} anew.")
+    return table

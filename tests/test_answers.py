@@ -47,14 +47,17 @@ def set_contestants(params: Params, **values: Any) -> None:
 
 
 def set_all(params: Params, value: float | None, half: float | None = 0.02) -> None:
-    """Give every configuration the same speed-up over the fastest, with an interval unless `half` is None."""
+    """Give every configuration the same speed-up over the fastest, with an interval unless `half` is None.
+
+    All on packed kernels, which are those of the fastest plain decoding in the comparisons.
+    """
     ends = {
         "speedup_over_fastest": value,
         "speedup_over_fastest_lo": None if half is None or value is None else value - half,
         "speedup_over_fastest_hi": None if half is None or value is None else value + half,
     }
     for path in timed(params):
-        fake_cells.edit(path, **ends, **NOISE)
+        fake_cells.edit(path, **ends, **NOISE, kernels="packed")
     set_contestants(params, **ends)
 
 
@@ -62,7 +65,7 @@ def test_it_pays(study: Params) -> None:
     set_all(study, 1.2)
     best = cells.hf_benchmark("fake", "small_bf16", 4)
     ends = {"speedup_over_fastest": 1.456, "speedup_over_fastest_lo": 1.41, "speedup_over_fastest_hi": 1.5}
-    fake_cells.edit(best, **ends, kernels="packed", mean_acceptance_length=4.5, predicted_speedup=1.5)
+    fake_cells.edit(best, **ends, mean_acceptance_length=4.5, predicted_speedup=1.5)
     gain = told()["What does it gain?"]
     assert gain.startswith(
         "On this machine speculative decoding pays, because a round yields τ = 4.50 tokens and costs, by c and v, 3.00 steps of "
@@ -99,9 +102,51 @@ def test_the_best_may_be_a_contestant(study: Params) -> None:
         "decoding without a draft (plain decoding, packed kernels): faster. Those of the comparison included, 1 of "
     ) in answer["What does it gain?"]
     assert answer["What does it gain?"].endswith("timed configurations is faster than the fastest without.")
-    assert answer["Which draft and k?"].startswith("Of what was timed, lookup with k = 4, packed kernels. ")
+    assert answer["Which draft and k?"].startswith("Of what was timed, `small_lookup`, k = 4, packed kernels. ")
     assert answer["Why not more?"].startswith("The best cell whose factors are known is `small_"), (
         "no cell explains a contestant; the best that one does is told"
+    )
+
+
+def over_fastest(value: float, half: float) -> dict[str, float]:
+    key = "speedup_over_fastest"
+    return {key: value, f"{key}_lo": value - half, f"{key}_hi": value + half}
+
+
+def test_what_is_faster_comes_before_what_may_be(study: Params) -> None:
+    set_all(study, 1.2)
+    fake_cells.edit(cells.hf_benchmark("fake", "small_lookup", 4), **over_fastest(1.9, 1.0))
+    fake_cells.edit(cells.quantized_benchmark("fake", "small_int8", "w4-g64-gptq"), **over_fastest(1.5, 0.1))
+    answer, name = told(), "`small_int8` with w4-g64-gptq, k = 4, packed kernels"
+    assert answer["What does it gain?"].startswith("On this machine speculative decoding pays, because")
+    assert f"Best measured configuration: {name}, 1.50 [1.40, 1.60]" in answer["What does it gain?"]
+    assert answer["Which draft and k?"].startswith(f"Of what was timed, {name}. ")
+
+
+def test_where_nothing_is_faster_no_draft_is_named_as_the_choice(study: Params) -> None:
+    set_all(study, 0.06, 0.01)
+    fake_cells.edit(cells.hf_benchmark("fake", "small_int8", 4), **over_fastest(0.07, 0.01))
+    assert told()["Which draft and k?"].startswith(
+        "Nothing that was timed is known to be faster than no draft; the nearest is `small_int8`, k = 4, packed kernels. "
+    )
+
+
+def test_a_gain_that_c_and_v_do_not_explain_has_no_because(study: Params) -> None:
+    set_all(study, 1.2)
+    fake_cells.edit(cells.hf_benchmark("fake", "small_int8", 4), **over_fastest(1.9, 0.1), predicted_speedup=0.9)
+    assert told()["What does it gain?"].startswith("On this machine speculative decoding pays. Best measured")
+
+
+def test_cells_on_slower_kernels_than_the_fastest_plain_decoding_are_left_out(study: Params) -> None:
+    """Their baseline is plain decoding with the same kernels: slower than the one that a draft has to beat."""
+    set_all(study, 1.4)
+    set_contestants(study, **over_fastest(0.8, 0.02))
+    for path in timed(study):
+        fake_cells.edit(path, kernels="default")
+    gain = told()["What does it gain?"]
+    assert gain.startswith("On this machine speculative decoding does not pay") and ", 0 of " in gain
+    assert gain.endswith(
+        f" Cells left out, for plain decoding is faster with other kernels than theirs: {len(timed(study))}."
     )
 
 
@@ -147,7 +192,7 @@ def test_what_costs_most_is_told_with_the_product(study: Params) -> None:
     }
     fake_cells.edit(path, speedup_over_fastest=1.4, **factors)
     assert told()["Why not more?"] == (
-        "The best cell whose factors are known is `small_int8`, k = 4, default kernels: verification costs most, "
+        "The best cell whose factors are known is `small_int8`, k = 4, packed kernels: verification costs most, "
         "×0.650. Measured = ideal × i.i.d. × verification × overhead: 1.20 = 2.00 × 0.960 × 0.650 × 0.950."
     )
 
@@ -163,6 +208,14 @@ def test_output_is_what_was_compared(study: Params) -> None:
         "Not to the letter. In bfloat16, 9 of 12 greedy texts by 1 timed configuration are plain decoding's"
     )
     assert "In bfloat16, 2 of 12 prompts diverge, all of them at near-ties." in output
+    fake_cells.edit(path, identical_prompts=12, ties=0)
+    assert told()["Is it lossless here?"].startswith("Yes, as far as greedy output shows. ")
+    fake_cells.edit(cells.greedy_identity("fake", "small_int8", "float16"), identical_prompts=8, near_ties=0, faults=4)
+    output = told()["Is it lossless here?"]
+    assert (
+        output.startswith("Not to the letter. ")
+        and "In float16, 4 of 12 prompts diverge, 0 at near-ties and 4" in output
+    )
     for timed_cell in timed(study):
         fake_cells.edit(timed_cell, identical_prompts=None)
     set_contestants(study, identical_prompts=None)
@@ -185,11 +238,14 @@ FLAT = [1.0] * 9
         (1.0, [("target", "default", FLAT), ("draft", "default", [1e-9] * 9)],
          "`small_int8`, k = 8, the largest that T(n) was measured for, default kernels, 9.00 times"),
         (0.5, [("target", "default", FLAT), ("draft", "default", [0.2] * 9)],  # 1.75 / 1.4 at k = 2, 1.5 / 1.2 at k = 1
-         "`small_int8`, k = 1, default kernels, 1.25 times"),
+         "`small_int8`, k = 1, default kernels, 1.25 times the speed of plain decoding with the fastest kernels whose T(n) was "
+         "measured (default)."),
         (1.0, [("target", "default", [2.0] * 3), ("draft", "default", [0.2] * 3), ("target", "packed", [1.0, 2.0, 3.0]),
                ("draft", "packed", [0.9] * 3)],
-         "`small_int8`, k = 2, the largest that T(n) was measured for, default kernels, 1.25 times"),  # 3 / 1.2 / 2
-        (0.5, [("target", "default", FLAT), ("draft", "default", [0.9] * 9)], "Predicted optimum: no draft"),
+         "`small_int8`, k = 2, the largest that T(n) was measured for, default kernels, 1.25 times the speed of plain "
+         "decoding with the fastest kernels whose T(n) was measured (packed)."),  # 3 / 1.2 / 2
+        (0.5, [("target", "default", FLAT), ("draft", "default", [0.9] * 9)],
+         "Predicted optimum: no draft model, for by α and T(n) no k of theirs gains. What a look-up gains is not predicted."),
         (0.5, [("target", "default", FLAT)], "The predicted optimum is not known."),
         (0.5, [("target", "default", [None]), ("draft", "default", [1.0])], "The predicted optimum is not known."),
         (None, [("target", "default", FLAT), ("draft", "default", [0.2])], "The predicted optimum is not known."),

@@ -230,6 +230,23 @@ def test_without_git_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         compare.read("main")
 
 
+def test_a_repository_of_somebody_else_is_told_in_gits_words(
+    history: PipelineCopy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    with pytest.raises(InputError, match=r"dubious ownership.*safe\.directory"):
+        compare.read("main")
+
+
+def test_without_a_fingerprint_nothing_is_said_of_a_difference(history: PipelineCopy) -> None:
+    history.git("rm", "-q", "--cached", str(cells.HARDWARE))
+    history.git("commit", "-qm", "without")
+    for other in ("hw/A", "main"):
+        assert "Whether the fingerprints differ is not known" in compare.compared(
+            compare.read("main"), compare.read(other)
+        )
+
+
 def commit(lab: PipelineCopy, **values: Any) -> compare.Results:
     """The results with other values in one timed cell."""
     fake_cells.edit(CELL, **values)

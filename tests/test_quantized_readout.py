@@ -374,6 +374,12 @@ def test_a_method_has_one_colour_and_a_timed_variant_its_own_marker() -> None:
     assert len({look["marker"] for look in looks.values()}) == 4
     alone = quantized_figures.method_looks(["gptq"])["gptq"]["color"]
     assert alone == looks["w4-g64-gptq"]["color"], "whatever else is in the figure"
+    many = pd.DataFrame([(f"v{i}", ("rtn", "gptq", "awq")[i % 3]) for i in range(33)], columns=["variant", "method"])
+    seen = {
+        (look["color"], look["marker"], look.get("markerfacecolor"))
+        for look in quantized_figures.variant_looks(many).values()
+    }
+    assert len(seen) == 33
 
 
 # Report

@@ -14,6 +14,7 @@ from ruamel.yaml import YAML
 
 from pipeline import cells, hardware
 from pipeline.hardware import describe, linux_cpu_name
+from pipeline.markers import fill
 from pipeline.run_study import provenance, study_cells, update_readme
 from pipeline.study import DEVICES, KERNELS, HubModel, LocalModel, WheelModel, load_params, pair_spec
 from specdec.errors import InputError
@@ -471,6 +472,21 @@ def test_readme_takes_the_embedded_results_and_no_others(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [[], ["--measure"], ["--", "-s", "tables"]])
+def test_a_filled_file_keeps_its_line_ends_and_its_link(tmp_path):
+    real, link = tmp_path / "real.md", tmp_path / "README.md"
+    real.write_bytes(b"# Lab\r\n<!-- a -->\r\n<!-- b -->\r\nmore\r\n")
+    link.symlink_to(real)
+    fill(link, "<!-- a -->", "<!-- b -->", "one\ntwo")
+    assert link.is_symlink() and real.read_bytes() == b"# Lab\r\n<!-- a -->\r\none\r\ntwo\r\n<!-- b -->\r\nmore\r\n"
+
+
+def test_a_file_to_fill_that_is_not_utf_8_is_named(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_bytes("# Lab \xe9\n".encode("latin-1"))
+    with pytest.raises(InputError, match=r"README\.md is not UTF-8 \(.* at byte 6\)\.$"):
+        fill(readme, "<!-- a -->", "<!-- b -->", "text")
+
+
 def test_run_study_calls_dvc_and_passes_its_exit_code_on(tmp_path, arguments):
     """A stand-in for DVC shows what it was called with; the real one is what the study itself runs."""
     (tmp_path / "dvc.py").write_text("import sys, shutil\nprint(sys.argv[1:], shutil.which('python'))\nsys.exit(251)\n")

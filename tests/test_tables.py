@@ -280,6 +280,22 @@ def test_a_table_that_is_not_there_is_named(study: Params) -> None:
         read_table(Path("plots/fake"), "sweep_k")
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not a table; `dvc repro tables` writes it anew"),
+        (b"pair,k\n\xff\xfe,1\n", "is not a table"),
+        (b"<<<<<<< HEAD\npair,k\n", "has no column pair, which every table has"),
+    ],
+)
+def test_a_file_that_is_no_table_is_named(study: Params, content: bytes, message: str) -> None:
+    path = Path("plots/fake/sweep_k.csv")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=f"^{path} {message}"):
+        read_table(path.parent, "sweep_k")
+
+
 def test_categories_of_prompts_beside_all_of_them(study: Params) -> None:
     gathered = tables.gather(study)
     acceptance, speedup = gathered["acceptance_by_category"], gathered["speedup_by_category"]
