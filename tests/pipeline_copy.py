@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 from dvc.repo import Repo
+from local_hub import LocalHub
 from stand_ins import nearby, tiny_llama
 from sync_deps import ROOT, synchronised
 from tokenizers import Tokenizer
@@ -138,33 +139,46 @@ from pathlib import Path
 
 from pipeline import cells
 
-TIMED = ("benchmark", "quantized_benchmark", "cost_curve", "comparison")
-name, arguments = Path(sys.argv[0]).stem, sys.argv[1:]
-params = Path("params.yaml").read_text(encoding="utf-8")
-if name == "hardware":
-    cells.write_json(cells.HARDWARE, {"fingerprint": {"cpu": os.environ["STAND_IN_CPU"]}})
-elif arguments:
-    (out,) = (value for option, value in zip(arguments, arguments[1:]) if option in ("--out", "--json"))
-    cells.write_json(out, {"arguments": arguments, "params": params, "cpu": cells.cpu() if name in TIMED else None})
-else:
-    study = re.search(r"(?m)^study: [*](\\S+)", params)[1]
-    text = Path("dvc.yaml").read_text(encoding="utf-8").replace("${study.name}", study).replace("${study.contexts}", "few")
-    stage = re.search(rf"(?ms)^  {name}:\\n(.*?)^  (?=\\S)|\\Z", text + "  end")[1]
-    read = [Path(path) for path in re.findall(r"(?m)^      - ((?:metrics|plots)/[^:\\n]+)$", stage)]
-    read = [file for path in read for file in (sorted(path.rglob("*.*")) if path.is_dir() else [path])]
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in read)).hexdigest()
-    for out in re.findall(r"(?m)^      - (plots/[^:\\n]+):$", stage):
-        cells.write_text(out, f"{digest} {cells.cpu() if name == 'report' else ''}")
+TIMED = ("benchmark", "quantized_benchmark", "cost_curve", "comparison", "llama_cpp_benchmark")
+
+
+def main(name, arguments):
+    params = Path("params.yaml").read_text(encoding="utf-8")
+    if name == "hardware":
+        cells.write_json(cells.HARDWARE, {"fingerprint": {"cpu": os.environ["STAND_IN_CPU"]}})
+    elif arguments:
+        (out,) = (value for option, value in zip(arguments, arguments[1:]) if option in ("--out", "--json"))
+        cells.write_json(out, {"arguments": arguments, "params": params, "cpu": cells.cpu() if name in TIMED else None})
+    else:
+        study = re.search(r"(?m)^study: [*](\\S+)", params)[1]
+        contexts = re.search(rf"(?ms)^  {study}: &.*?^    contexts: (\\S+)", params)[1]
+        text = Path("dvc.yaml").read_text(encoding="utf-8")
+        text = text.replace("${study.name}", study).replace("${study.contexts}", contexts)
+        stage = re.search(rf"(?ms)^  {name}:\\n(.*?)^  (?=\\S)|\\Z", text + "  end")[1]
+        read = [Path(path) for path in re.findall(r"(?m)^      - ((?:metrics|plots)/[^:\\n]+)$", stage)]
+        read = [file for path in read for file in (sorted(path.rglob("*.*")) if path.is_dir() else [path])]
+        digest = hashlib.sha256(b"".join(file.read_bytes() for file in read)).hexdigest()
+        for out in re.findall(r"(?m)^      - (plots/[^:\\n]+):$", stage):
+            cells.write_text(out, f"{digest} {cells.cpu() if name == 'report' else ''}")
+
+
+def readme_part(report):
+    """What run_study.py imports from the script of `report`."""
+    return report
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[0]).stem, sys.argv[1:])
 '''
 
-# Runs several scripts in one process, for importing torch takes seconds: [code, stderr] of each, as JSON on stdout.
+# Runs several scripts in one process, for importing torch takes seconds: [code, stdout, stderr] of each, as JSON on stdout.
 COMMAND_LINES = """\
 import contextlib, io, json, runpy, sys, traceback
 
 def outcome(arguments):
     sys.argv = arguments
-    stderr, code = io.StringIO(), 0
-    with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
+    stdout, stderr, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(stdout):
         try:
             runpy.run_path(arguments[0], run_name="__main__")
         except SystemExit as end:
@@ -172,7 +186,7 @@ def outcome(arguments):
         except BaseException:
             traceback.print_exc()
             code = 1
-    return code, stderr.getvalue()
+    return code, stdout.getvalue(), stderr.getvalue()
 
 print(json.dumps([outcome(arguments) for arguments in json.load(sys.stdin)]))
 """
@@ -251,9 +265,13 @@ class PipelineCopy:
 
     def command_lines(self, *commands: list[str]) -> list[tuple[int, str]]:
         """Exit code and stderr of each script call, all in one process."""
+        return [(code, stderr) for code, _, stderr in self.outcomes(*commands)]
+
+    def outcomes(self, *commands: list[str]) -> list[tuple[int, str, str]]:
+        """The same with stdout between them."""
         done = self.run(sys.executable, "-c", COMMAND_LINES, stdin=json.dumps(commands))
         assert "Traceback" not in done.stderr
-        return [(code, stderr) for code, stderr in json.loads(done.stdout)]
+        return [(code, stdout, stderr) for code, stdout, stderr in json.loads(done.stdout)]
 
     def changes(self) -> dict[str, Any]:
         """`dvc status` but for `hardware`, which always runs: what has changed for each stage that `dvc repro` would run.
@@ -358,6 +376,26 @@ def with_git(copy: PipelineCopy) -> PipelineCopy:
     copy.git("init", "-q")
     copy.commit()
     return copy
+
+
+def with_make(copy: PipelineCopy) -> PipelineCopy:
+    """The Makefile, with a virtual environment that is this one."""
+    for name in ("Makefile", "requirements.txt"):
+        shutil.copy(ROOT / name, copy.root)
+    python = copy.root / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n', encoding="utf-8")
+    python.chmod(0o755)
+    (copy.root / ".venv" / "runtime").touch()  # newer than what it would be made from
+    return copy
+
+
+def use_hub(copy: PipelineCopy, hub: LocalHub) -> None:
+    """Ask this hub for models, with a cache that is empty."""
+    del copy.environment["HF_HUB_OFFLINE"]
+    # The copy's own PATH stays: it has the interpreter of the tests first.
+    direct = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    copy.environment = hub.environment(copy.root.parent / "home") | copy.environment | direct
 
 
 def use_stand_ins(copy: PipelineCopy) -> None:

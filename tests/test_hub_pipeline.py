@@ -13,7 +13,7 @@ import time
 import pytest
 from hub_checkpoints import gpt2_files, llama_files
 from local_hub import LocalHub
-from pipeline_copy import kill, make, with_git
+from pipeline_copy import kill, make, use_hub, with_git
 
 from pipeline import cells
 
@@ -135,10 +135,7 @@ def lab(hub, tmp_path_factory):
     hub.add("qwen/tiny", llama_files(vocabulary=448, shards=2))
     hub.add("qwen/tiny-small", llama_files(noise=0.02, vocabulary=416))
     (copy.root / "params.yaml").write_text(PARAMS.format(**commits), encoding="utf-8")
-    del copy.environment["HF_HUB_OFFLINE"]
-    # The copy's own PATH stays: it has the interpreter of the tests first.
-    direct = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-    copy.environment = hub.environment(copy.root.parent / "home") | copy.environment | direct
+    use_hub(copy, hub)
     return with_git(copy)
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import fake_cells
 import pytest
-from pipeline_copy import PARTS, PipelineCopy, stages_run
+from pipeline_copy import PARTS, PipelineCopy, stages_run, with_make
 from sync_deps import ROOT, synchronised
 from test_plot import SMALLEST
 
@@ -117,11 +116,7 @@ def clone(repository: Path, machine: str) -> PipelineCopy:
     """On a machine, with a virtual environment that is this one."""
     root = repository.parent / machine
     subprocess.run(["git", "clone", "-q", str(repository), str(root)], check=True)
-    python = root / ".venv" / "bin" / "python"
-    cells.write_text(python, f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
-    cells.write_text(root / ".venv" / "runtime", "")  # newer than what it would be made from
-    copy = PipelineCopy(root)
+    copy = with_make(PipelineCopy(root))
     copy.environment["MACHINE"] = str(repository.parent / f"cells-{machine}")
     return copy
 

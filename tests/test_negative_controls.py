@@ -7,6 +7,7 @@ the table.
 """
 
 import inspect
+import re
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -403,10 +404,27 @@ def test_a_snippet_that_is_not_there_is_refused():
         mutated(verify, {"no such line": ""})
 
 
-if __name__ == "__main__":
+def print_tables(controls, harmless):
     print("| Mistake | Total variation distance |\n|---|---|")
-    for each in CONTROLS:
+    for each in controls:
         print(f"| {each.name.replace('|', chr(92) + '|')} | {each.measured():.3g} |", flush=True)
     print("\n| Harmless variant | Total variation distance |\n|---|---|")
-    for each in HARMLESS:
+    for each in harmless:
         print(f"| {each.name} | {'below 1e-12' if each.measured() < 1e-12 else 'NOT HARMLESS'} |", flush=True)
+
+
+def test_the_command_prints_both_tables(capsys):
+    first, second = CONTROLS[:2]
+    print_tables([first], [HARMLESS[0], second])
+    rows = re.findall(r"(?m)^\| (.+) \| (.+) \|$", capsys.readouterr().out)
+    assert rows == [
+        ("Mistake", "Total variation distance"),
+        (first.name, f"{first.measured():.3g}"),
+        ("Harmless variant", "Total variation distance"),
+        (HARMLESS[0].name, "below 1e-12"),
+        (second.name, "NOT HARMLESS"),
+    ]
+
+
+if __name__ == "__main__":
+    print_tables(CONTROLS, HARMLESS)

@@ -12,6 +12,7 @@ import torch
 from report_text import table
 from sync_deps import ROOT
 from transformers import LlamaConfig, LlamaForCausalLM
+from written_commands import commands, missing
 
 from pipeline import corrections, notes
 from specdec.models import count_parameters
@@ -199,13 +200,13 @@ CHOOSING = (ROOT / "notes" / "choosing-a-draft.md").read_text(encoding="utf-8")
 
 
 def test_commands_in_the_notes_name_scripts_and_options_that_exist():
-    commands = re.findall(r"(?m)^python (pipeline/\w+\.py)(.*)$", CHOOSING)
-    assert len(commands) >= 6
-    shared = (ROOT / "pipeline" / "options.py").read_text(encoding="utf-8")
+    given = {path.name: commands(path.read_text(encoding="utf-8")) for path in NOTES}
+    assert len(given["choosing-a-draft.md"]) >= 7
+    assert {
+        name: found for name, those in given.items() if (found := [word for c in those for word in missing(c)])
+    } == {}
     named = set(re.findall(r"`(--[\w-]+)", CHOOSING))  # those named in prose are benchmark.py's
-    for script, arguments in [*commands, ("pipeline/benchmark.py", " ".join(named))]:
-        known = (ROOT / script).read_text(encoding="utf-8") + shared
-        assert [option for option in re.findall(r"--[\w-]+", arguments) if f'"{option}"' not in known] == []
+    assert missing(" ".join(["python pipeline/benchmark.py", *sorted(named)])) == []
 
 
 def test_the_numbers_of_choosing_a_draft():

