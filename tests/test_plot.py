@@ -63,10 +63,23 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Params:
     return params
 
 
+@pytest.fixture(scope="module")
+def drawn_once(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figure]:
+    """Every figure of the made-up study as it is; to draw them takes seconds."""
+    root = tmp_path_factory.mktemp("drawn")
+    with pytest.MonkeyPatch.context() as patch, matplotlib.rc_context(plot.STYLE):
+        patch.chdir(root)
+        patch.setattr("sys.argv", ["plot.py"])
+        fake_cells.write(root)
+        tables.main()
+        return plot.draw(FOLDER)
+
+
 @pytest.fixture
-def figures(study: Params) -> Iterator[dict[str, Figure]]:
+def figures(study: Params, drawn_once: dict[str, Figure]) -> Iterator[dict[str, Figure]]:
+    """The figures of `study`, for tests that do not change it."""
     with matplotlib.rc_context(plot.STYLE):
-        yield plot.draw(FOLDER)
+        yield drawn_once
 
 
 def lines_of(figure: Figure, panel: int, style: str) -> list[list[float]]:

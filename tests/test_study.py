@@ -471,7 +471,6 @@ def test_readme_takes_the_embedded_results_and_no_others(tmp_path):
         assert readme.read_text() == broken
 
 
-@pytest.mark.parametrize("arguments", [[], ["--measure"], ["--", "-s", "tables"]])
 def test_a_filled_file_keeps_its_line_ends_and_its_link(tmp_path):
     real, link = tmp_path / "real.md", tmp_path / "README.md"
     real.write_bytes(b"# Lab\r\n<!-- a -->\r\n<!-- b -->\r\nmore\r\n")
@@ -487,6 +486,7 @@ def test_a_file_to_fill_that_is_not_utf_8_is_named(tmp_path):
         fill(readme, "<!-- a -->", "<!-- b -->", "text")
 
 
+@pytest.mark.parametrize("arguments", [[], ["--measure"], ["--", "-s", "tables"]])
 def test_run_study_calls_dvc_and_passes_its_exit_code_on(tmp_path, arguments):
     """A stand-in for DVC shows what it was called with; the real one is what the study itself runs."""
     (tmp_path / "dvc.py").write_text("import sys, shutil\nprint(sys.argv[1:], shutil.which('python'))\nsys.exit(251)\n")
