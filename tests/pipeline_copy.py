@@ -239,7 +239,7 @@ class PipelineCopy:
             encoding="utf-8",
             capture_output=True,
             input=stdin,
-            timeout=300,
+            timeout=900,
         )
         assert done.returncode == code, (
             f"{command} exits with {done.returncode}\n{done.stdout[-1000:]}\n{done.stderr[-1000:]}"
