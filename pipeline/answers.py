@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
 
 import pandas as pd
 
 from pipeline.attribution import configurations, is_attributed, name_of, product
 from pipeline.attribution_report import costliest
 from pipeline.comparison_figures import label
-from pipeline.wording import Row, comparison, is_known, number, rows_of, words
+from pipeline.wording import Row, comparison, interval, is_known, number, rows_of, words
 from specdec.theory import expected_tokens_per_round, optimal_k, predicted_speedup
 
 FASTER, SLOWER = ": faster", ": slower"  # how `wording.comparison` ends where interval and noise allow it
@@ -26,7 +27,8 @@ def answers(
     """A point per question; the third has two parts."""
     timed = configurations(benchmark, quantized_benchmark)
     drafting = compared[(compared["method"] == "spec") & compared["refusal"].isna()]
-    contestants = [_as_configuration(row) for row in rows_of(drafting)]
+    with_prompt = compared.set_index(["pair", "name"])["end_to_end_tokens_per_second"].to_dict()
+    contestants = [_as_configuration(row, with_prompt) for row in rows_of(drafting)]
     fair = list(_against_the_fastest(timed, compared))
     points = {
         "Is it lossless here?": _output([benchmark, quantized_benchmark, drafting], by_dtype),
@@ -51,11 +53,20 @@ def divergences(by_dtype: pd.DataFrame) -> Iterator[str]:
             yield f"{start}, {ties} at near-ties and {faults} by a fault."
 
 
-def _as_configuration(contestant: Row) -> Row:
-    """A contestant of a comparison with the keys of a timed cell; what its cell does not know stays away."""
+def _as_configuration(contestant: Row, with_prompt: Mapping[Hashable, Any]) -> Row:
+    """A contestant of a comparison with the keys of a timed cell; what its cell does not know stays away.
+
+    Args:
+        with_prompt: tokens per second, the pass over the prompt counted, by pair and contestant.
+    """
+    own, base = (
+        with_prompt.get((contestant["pair"], contestant[key]), float("nan")) for key in ("name", "fastest_plain")
+    )
+    end_to_end = own / base if is_known(own) and is_known(base) and base > 0 else None
     plain = f"{label(contestant['fastest_plain']).replace(',', ' decoding,')} kernels"
     k = contestant["name"].partition("k=")[2]  # the column holds floats where no k is auto
-    return {**contestant, "variant": None, "k": k, "fastest_baseline": plain}
+    known = {"variant": None, "k": k, "fastest_baseline": plain, "speedup_end_to_end": end_to_end}
+    return {**contestant, **known, "speedup_end_to_end_lo": None, "speedup_end_to_end_hi": None}
 
 
 def _against_the_fastest(timed: list[Row], compared: pd.DataFrame) -> Iterator[Row]:
@@ -109,8 +120,14 @@ def _gain(rows: list[Row], *, left_out: int) -> str:
     others = (
         f" Cells left out, for plain decoding is faster with other kernels than theirs: {left_out}." if left_out else ""
     )
+    end_to_end = ""
+    if is_known(best["speedup_end_to_end"]):
+        how = interval if is_known(best["speedup_end_to_end_lo"]) else number
+        end_to_end = (
+            f" With the pass over the prompt counted, which a draft makes longer: {how('speedup_end_to_end')(best)}."
+        )
     return (
-        f"On this machine speculative decoding {pays}. Best measured configuration: {name_of(best)}, {told}.{there} "
+        f"On this machine speculative decoding {pays}. Best measured configuration: {name_of(best)}, {told}.{there}{end_to_end} "
         f"Those of the comparison included, {faster} of {len(known)} timed configurations {are} faster than the "
         f"fastest without.{others}"
     )
@@ -163,10 +180,12 @@ def _choice(rows: list[Row], costs: pd.DataFrame, benchmark: pd.DataFrame) -> st
         start = f"Of what was timed, {name_of(best)}. "
         if not _is_faster(best):
             start = f"Nothing that was timed is known to be faster than no draft; the nearest is {name_of(best)}. "
-    return start + _optimum(costs, benchmark)
+        return start + _optimum(costs, benchmark, best)
+    return _optimum(costs, benchmark, None)
 
 
-def _optimum(costs: pd.DataFrame, benchmark: pd.DataFrame) -> str:
+def _optimum(costs: pd.DataFrame, benchmark: pd.DataFrame, timed: Row | None) -> str:
+    """The best k by prediction, and what the same prediction has for the k that was timed: it is of other runs than those."""
     found = list(_predictions(costs, benchmark))
     if not found:
         return "The predicted optimum is not known."
@@ -175,10 +194,17 @@ def _optimum(costs: pd.DataFrame, benchmark: pd.DataFrame) -> str:
         look_up = " What a look-up gains is not predicted." if (benchmark["draft"] == "lookup").any() else ""
         return f"Predicted optimum: no draft model, for by α and T(n) no k of theirs gains.{look_up}"
     end = ", the largest that T(n) was measured for" if best["k"] == best["largest"] else ""
+    beside = ""
+    if (
+        timed is not None
+        and timed["pair"] == best["pair"]
+        and str(timed["k"]) in best["by_k"].keys() - {str(best["k"])}
+    ):
+        beside = f"; the same prediction for k = {timed['k']} is {best['by_k'][str(timed['k'])]:.2f}"
     return (
         "Predicted optimum, from the α of the timed cells, taken as independent of position, and from the measured T(n): "
         f"`{best['pair']}`, k = {best['k']}{end}, {best['kernels']} kernels, {best['over_fastest']:.2f} times the "
-        f"speed of plain decoding with the fastest kernels whose T(n) was measured ({best['fastest']})."
+        f"speed of plain decoding with the fastest kernels whose T(n) was measured ({best['fastest']}){beside}."
     )
 
 
@@ -196,13 +222,14 @@ def _predictions(costs: pd.DataFrame, benchmark: pd.DataFrame) -> Iterator[Row]:
             alpha = float(alphas[pair])
             v, c = [seconds / target[0] for seconds in target], draft[0] / target[0]
             k = optimal_k(alpha, c, v)
-            speedup = predicted_speedup(expected_tokens_per_round(alpha, k), k, c, v[k])
             fastest = min(targets, key=lambda name: targets[name][0])
-            over_fastest = speedup * targets[fastest][0] / target[0]
-            yield {"pair": pair, "kernels": kernels, "k": k, "largest": len(v) - 1} | {
-                "fastest": fastest,
-                "over_fastest": over_fastest,
-            }
+            over_fastest = [
+                predicted_speedup(expected_tokens_per_round(alpha, n), n, c, v[n]) * targets[fastest][0] / target[0]
+                for n in range(len(v))
+            ]
+            by_k = {str(n): value for n, value in enumerate(over_fastest)}
+            found = {"pair": pair, "kernels": kernels, "k": k, "largest": len(v) - 1, "fastest": fastest, "by_k": by_k}
+            yield found | {"over_fastest": over_fastest[k]}
 
 
 def _positive(seconds: list[float]) -> bool:

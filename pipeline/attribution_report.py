@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pandas as pd
 
 from pipeline.attribution import FACTORS, configurations, is_attributed, name_of
+from pipeline.cost_report import is_noisy
 from pipeline.wording import PAIR, Column, K, Row, is_known, markdown, number, rows_of, words
 
 ATTRIBUTION = (
@@ -19,6 +20,7 @@ NAMES = dict(zip(FACTORS, ("acceptance that is not i.i.d.", "verification", "ove
 ROWS = 5  # tokens of a verification at k = 4
 CHEAP = 1.3  # v below it leaves most of the ideal
 FLAT = 1.05  # a ratio below it is called none
+NOISY = 2  # an interval whose ends are farther apart says nothing of factors near 1
 PLACE = (
     "Is this machine a good place for speculation? It is one if a pass over a few tokens costs little more than a step, and a "
     "step of the draft little beside it. From the curves of T(n) behind the shortest context, medians over the pairs with the "
@@ -62,6 +64,9 @@ def costliest(row: Row) -> str:
         names = [NAMES[key] for key, text in printed.items() if text == least]
         found = f"{' and '.join(names)} {'costs' if len(names) == 1 else 'cost'} most, ×{least}"
         found += " each" if len(names) > 1 else ""
+    ends = [row["speedup_lo"], row["speedup_hi"]]
+    if all(map(is_known, ends)) and ends[1] > NOISY * ends[0]:
+        found = f"too noisy to say which factor costs most, with a speed-up between {ends[0]:.2f} and {ends[1]:.2f}"
     ideal = number("ideal_speedup")(row)
     too_dear = f", and the ideal itself is no gain, {ideal}, at c = {number('cost_coefficient')(row)}"
     return f"{start}: {found}{too_dear if float(ideal) <= 1 else ''}."
@@ -82,8 +87,9 @@ def place_for_speculation(costs: pd.DataFrame) -> str:
 def _of_target(name: str, target: pd.DataFrame, drafts: pd.DataFrame) -> Iterator[str]:
     """What the roof does between one token and a few, then what each of the kernels makes of it."""
     n = min(ROWS, int(target["n"].max()))
-    by_n = target.set_index(["kernels", "pair", "n"])[["seconds", "roof_seconds"]].unstack("n")
-    seconds, roofs = by_n["seconds"], by_n["roof_seconds"]
+    by_n = target.assign(noisy=is_noisy(target)).set_index(["kernels", "pair", "n"]).unstack("n")
+    seconds, roofs, noisy = by_n["seconds"], by_n["roof_seconds"], by_n["noisy"]
+    quiet = ~(noisy[1].eq(True) | noisy[n].eq(True))
     at_best = (roofs[n] / roofs[1]).median()
     if not is_known(at_best):
         yield f"{name}: what the machine could do at best is not known."
@@ -98,11 +104,16 @@ def _of_target(name: str, target: pd.DataFrame, drafts: pd.DataFrame) -> Iterato
             "over 1."
         )
     for kernels in dict.fromkeys(target["kernels"]):
-        one = seconds.loc[kernels, 1]
+        usable = quiet.loc[kernels]
+        if not usable.any():
+            yield f"{name}, {kernels} kernels: too noisy to say; the machine was busy, or its speed changed."
+            continue
+        one = seconds.loc[kernels, 1][usable]
         v = (seconds.loc[kernels, n] / one).median()
         if is_known(v):
             words_of_v = _of_kernels(n, v, at_best)
-            c = ", ".join(_costs(one, drafts[(drafts["kernels"] == kernels) & (drafts["n"] == 1)]))
+            steps = drafts[(drafts["kernels"] == kernels) & (drafts["n"] == 1) & ~is_noisy(drafts)]
+            c = ", ".join(_costs(one, steps))
             above = (one / roofs.loc[kernels, 1]).median()
             over_roof = f" A step of the target takes {above:.2f} times its roof." if is_known(above) else ""
             yield f"{name}, {kernels} kernels: {words_of_v}{f' c is {c}.' if c else ''}{over_roof}"

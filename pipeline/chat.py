@@ -43,6 +43,13 @@ def main() -> None:
     tokenizer, end_tokens = loaded.tokenizer, loaded.end_tokens
     del loaded  # with other kernels than the default its models' matrices would lie in memory twice
     printer = RoundPrinter(tokenizer, sys.stdout)
+    legend = iter([f"{printer.legend}\n"])  # above the first round, and below what may be wrong before it
+
+    def on_round(round_tokens: RoundTokens) -> None:
+        for line in legend:
+            print(line)
+        printer.on_round(round_tokens)
+
     result = speculative_generate(
         target,
         encode_conversation(tokenizer, [args.prompt], []),
@@ -55,10 +62,10 @@ def main() -> None:
         eos_token_id=end_tokens,
         verify=args.verifier,
         generator=torch.Generator().manual_seed(args.seed),
-        on_round=printer.on_round,
+        on_round=on_round,
     )
     printer.end()
-    print(summary(result, printer.legend))
+    print(summary(result))
 
 
 class RoundPrinter:
@@ -108,7 +115,7 @@ class RoundPrinter:
         return f"{before}{text}{after}"
 
 
-def summary(result: GenerationResult, legend: str) -> str:
+def summary(result: GenerationResult) -> str:
     stats = result.stats
 
     def shown(value: float | None) -> str:
@@ -117,7 +124,6 @@ def summary(result: GenerationResult, legend: str) -> str:
     return "\n".join(
         [
             "",
-            legend,
             f"{stats.new_tokens} tokens in {stats.target_forwards} target forwards: "
             f"{shown(stats.mean_acceptance_length)} tokens per round",
             f"alpha (accepted / tested) {shown(stats.alpha)}, acceptance rate (accepted / proposed) "

@@ -10,16 +10,36 @@ import pandas as pd
 from pipeline.cost_figures import in_milliseconds
 from pipeline.wording import PAIR, UNKNOWN, Column, Row, interval, is_known, markdown, number, rows_of, words
 
+NOISY = 2  # a median this many times its interval's lower end was slowed down by something else, and is not compared
 SHOWN = (2, 5, 9, 16)  # n whose T(n) / T(1) is told: of k = 1, 4, 8, and more
 COST = (
     "T(n) is the time of one pass over n tokens behind a context that is in the cache already: T(1) is a step of plain decoding, "
     "T(k+1) verifies k drafted tokens, and T(k+1) / T(1) is v. Median of passes that took turns, so that all columns are of one "
-    "machine; in brackets two of these passes between which the median lies with 95 % confidence. Kernels: `default` is "
-    "transformers' forward, `joined` a Llama written out for one text at a time, `packed` the same with float32 matrices in the "
-    "CPU's own order; layers of low bits have kernels of their own in all three. Roof: the time to read the weights once at the "
-    "measured memory bandwidth, or that of 2n operations for each weight at the measured arithmetic of a float32 product, "
-    "whichever is longer."
+    "machine; in brackets two of these passes between which the median lies with 95 % confidence. Roof: the time to read the "
+    "weights once at the measured memory bandwidth, or that of 2n operations for each weight at the measured arithmetic of a "
+    "float32 product, whichever is longer; a step a little below it says that the bandwidth was measured too low. Kernels: "
 )
+KERNELS = {
+    "default": "transformers' forward",
+    "joined": "a Llama written out for one text at a time",
+    "packed": "the same with float32 matrices in the CPU's own order",
+    "compiled": "packed, with generated code between the products",
+    "native": "a Llama's blocks and head as one piece of C++",
+}
+
+
+def cost_words(table: pd.DataFrame) -> str:
+    """How the curves are to be read, and what the kernels in them are."""
+    return (
+        COST
+        + "; ".join(f"`{name}`, {KERNELS[name]}" for name in dict.fromkeys(table["kernels"]) if name in KERNELS)
+        + "."
+    )
+
+
+def is_noisy(table: pd.DataFrame) -> pd.Series:
+    """Whether most passes of a row took far longer than the quickest; a straggler or two do not move a median."""
+    return table["seconds"] > NOISY * table["seconds_lo"]
 
 
 def cost_machine(table: pd.DataFrame) -> str:
@@ -80,6 +100,8 @@ def cost_findings(table: pd.DataFrame) -> str:
 
 def _of_pair(pair: str, part: pd.DataFrame) -> Iterator[str]:
     steps = part[(part["n"] == 1) & (part["context"] == part["context"].min())]
+    busy = [f"{row['role']} with {row['kernels']} kernels" for row in rows_of(steps[is_noisy(steps)])]
+    steps = steps[~is_noisy(steps)]
     seconds = {(row["role"], row["kernels"]): row["seconds"] for row in rows_of(steps) if is_known(row["seconds"])}
     targets = {kernels: value for (role, kernels), value in seconds.items() if role == "target"}
     if targets:
@@ -93,6 +115,8 @@ def _of_pair(pair: str, part: pd.DataFrame) -> Iterator[str]:
             if (ratio := _ratio(seconds.get(("draft", name)), targets[name])) is not None
         ]
         yield f"{line}; c = T_draft(1) / T_target(1) is {', '.join(costs)}." if costs else f"{line}."
+    if busy:
+        yield f"- `{pair}`: too noisy to compare: {', '.join(busy)}."
     refused = part[part["refusal"].notna()].drop_duplicates(["role", "kernels"])
     for row in rows_of(refused):
         yield f"- `{pair}`, {row['role']}, {row['kernels']} not run: {row['refusal']}."

@@ -44,6 +44,7 @@ def main() -> None:
     placed = {name: params.pairs[name].device or params.timing.device for name in params.study.pairs}
     check_kernels(params.timing.kernels, params.timing.dtype, placed)
     cells.write_json(cells.HARDWARE, describe(params.timing.threads))
+    print(f"params.yaml is in order: study {params.study.name}, pairs {', '.join(params.study.pairs)}")
 
 
 def check_devices(asked: Mapping[str, str | None]) -> None:

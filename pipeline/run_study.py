@@ -33,8 +33,11 @@ def main() -> int:
     code, ran = repro([*force, *arguments.dvc_args])
     if code != 0:
         return code
-    report = study_folder(params.study.name) / "report.md"
-    print(f"\n{report.read_text(encoding='utf-8').rstrip()}\n\n{provenance(study_cells(params), ran)}")
+    folder = study_folder(params.study.name)
+    report = folder / "report.md"
+    print(f"\n{readme_part(report.read_text(encoding='utf-8'))}\n")
+    print(f"All tables and figures: {report}, and {folder / 'report.html'} for a browser.")
+    print(provenance(study_cells(params), ran))
     update_readme(Path("README.md"), report)
     if params.study.name == notes.STUDY:
         notes.update()

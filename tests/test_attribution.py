@@ -191,7 +191,8 @@ def curves(
         {**common, "role": "draft", "model": "int8", "kernels": name, "n": 1, "seconds": value, "roof_seconds": 0.1}
         for name, value in (drafts or {}).items()
     ]
-    return pd.DataFrame(rows)
+    table = pd.DataFrame(rows)
+    return table.assign(seconds_lo=table["seconds"])
 
 
 def five(last: float | None) -> list[float | None]:
@@ -219,6 +220,32 @@ def test_a_flat_roof_is_memorys_and_a_steep_one_arithmetics() -> None:
     unknown = place(curves({"packed": five(1.2)}, [None] * 5))
     assert "what the machine could do at best is not known" in unknown[0]
     assert unknown[1] == "- `small` on cpu, packed kernels: verification is cheap, v = T(5) / T(1) = 1.20."
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_nothing_is_said_of_kernels_whose_passes_were_mostly_disturbed(n: int) -> None:
+    costs = curves({"packed": five(1.2), "native": five(1.5)}, FLAT_ROOF, {"packed": 0.4, "native": 0.3})
+    disturbed = (costs["role"] == "target") & (costs["kernels"] == "native") & (costs["n"] == n)
+    costs.loc[disturbed, "seconds_lo"] = costs["seconds"] / 2.1
+    assert place(costs)[1:] == [
+        "- `small` on cpu, packed kernels: verification is cheap, v = T(5) / T(1) = 1.20; what lies above 1 is the kernels' "
+        "doing, for arithmetic asks for none of it. c is 0.40 with int8. A step of the target takes 2.00 times its roof.",
+        "- `small` on cpu, native kernels: too noisy to say; the machine was busy, or its speed changed.",
+    ]
+
+
+def test_a_pair_that_was_disturbed_leaves_the_median_to_others() -> None:
+    quiet, busy = (
+        curves({"native": five(v)}, FLAT_ROOF, {"native": 0.3}, pair=pair) for v, pair in ((1.5, "a"), (9.0, "b"))
+    )
+    (line,) = place(pd.concat([quiet, busy.assign(seconds_lo=busy["seconds"] / 3)]))[1:]
+    assert "v = T(5) / T(1) = 1.50;" in line and line.count("with int8") == 1
+
+
+def test_no_factor_is_blamed_for_a_speed_up_that_is_hardly_known() -> None:
+    assert "too noisy to say which factor costs most, with a speed-up between 0.66 and 2.01" in finding(
+        speedup_lo=0.66, speedup_hi=2.01
+    )
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,9 @@ def test_an_end_token_shows_nothing(kind, stream):
     assert printed(round_of(([END], kind)), stream=stream()) == "\n"
 
 
+LEGEND = "accepted  [corrected]  {bonus}\n\n"
+
+
 def test_the_legend_is_written_in_its_own_styles():
     assert RoundPrinter(Bytes(), io.StringIO()).legend == "accepted  [corrected]  {bonus}"
     assert RoundPrinter(Bytes(), Terminal()).legend == (
@@ -131,20 +134,19 @@ def result_of(*rounds, finish_reason="length"):
 
 
 def test_the_summary_tells_the_two_rates_apart():
-    text = summary(result_of(Round(4, 4, 1, 2, (1.0, 0.5)), Round(2, 2, 2, 3, (1.0, 1.0)), finish_reason="eos"), "L E")
+    text = summary(result_of(Round(4, 4, 1, 2, (1.0, 0.5)), Round(2, 2, 2, 3, (1.0, 1.0)), finish_reason="eos"))
     assert text.splitlines() == [
         "",
-        "L E",
         "5 tokens in 2 target forwards: 2.500 tokens per round",
         "alpha (accepted / tested) 0.750, acceptance rate (accepted / proposed) 0.500, ended by eos",
     ]
 
 
 def test_what_is_undefined_is_a_dash():
-    plain = summary(result_of(Round(0, 0, 0, 1, ())), "")
+    plain = summary(result_of(Round(0, 0, 0, 1, ())))
     assert "1.000 tokens per round" in plain
     assert "alpha (accepted / tested) –, acceptance rate (accepted / proposed) –, ended by length" in plain
-    assert ": – tokens per round" in summary(result_of(), "")
+    assert ": – tokens per round" in summary(result_of())
 
 
 @pytest.mark.parametrize("kernels", ["default", "joined"])
@@ -215,12 +217,13 @@ def test_the_command_shows_the_text_that_plain_decoding_gives(monkeypatch, capsy
 
     greedy = text(max_new_tokens=12)
     marked = {"corrected": "".join(f"[{c}]" for c in greedy), "accepted": greedy}
-    assert shown(target, "--k", "11").startswith(f"{marked['accepted'][:11]}{{{greedy[11]}}}\n\naccepted  [corrected]")
+    first = f"{LEGEND}{marked['accepted'][:11]}{{{greedy[11]}}}\n\n12 tokens in"
+    assert shown(target, "--k", "11").startswith(first), "what the marks mean stands above them"
     assert load.asked == ("some", "other", "cpu", torch.float32, 0.0)
     shown(target, "--device", "spread")
     assert load.asked[2] == "spread"
     out = shown(disagreeing(target), "--k", "2")
-    assert out.startswith(marked["corrected"][: -len("[x]")])
+    assert out.startswith(LEGEND + marked["corrected"][: -len("[x]")])
     assert "12 tokens in 12 target forwards: 1.000 tokens per round" in out
     assert "alpha (accepted / tested) 0.000" in out
     one, same, other = (shown(load.draft, "--temperature", "1.5", "--seed", seed) for seed in ("1", "1", "2"))

@@ -106,6 +106,7 @@ def repository(tmp_path: Path) -> Path:
     cells.write_text(lab.root / "dvc.yaml", synchronised(text, lab.root))
     cells.write_text(lab.root / "params.yaml", PARAMS)
     cells.write_text(lab.root / "README.md", "# Lab\n")
+    cells.write_text(lab.root / "notes" / "about.md", "About.\n")
     lab.git("init", "-q", "-b", "main")
     lab.commit()
     lab.git("clone", "-q", "--bare", ".", str(tmp_path / "origin"))

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from written_commands import commands, missing
 
 from pipeline import corrections, notes
+from pipeline.results import read_table
 from specdec.models import count_parameters
 from specdec.theory import break_even_alpha, expected_tokens_per_round
 
@@ -123,6 +124,17 @@ def test_the_notes_hold_what_was_measured(note, monkeypatch):
     monkeypatch.chdir(ROOT)
     text = note.read_text(encoding="utf-8")
     assert text.split(notes.BEGIN)[1].split(notes.END)[0].strip() == notes.TEXTS[note]()
+
+
+def test_models_that_draft_in_pairs_of_a_users_own_are_no_quantised_drafts(monkeypatch):
+    def read(folder, name):
+        table = read_table(folder, name)
+        return pd.concat([table, table.iloc[:1].assign(draft="mine-small")]) if name == "hf_benchmark" else table
+
+    monkeypatch.chdir(ROOT)
+    before = notes.of_quantised_drafts()
+    monkeypatch.setattr(notes, "read_table", read)
+    assert notes.of_quantised_drafts() == before and "int8" in before
 
 
 def test_the_corrections_agree_with_the_sweeps():

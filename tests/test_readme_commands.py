@@ -68,7 +68,7 @@ BY_HAND = {"make mutants": "a quarter of an hour"}
 
 # Scripts, and what they print.
 SCRIPTS = {
-    "python pipeline/hardware.py": r"^$",
+    "python pipeline/hardware.py": r"^params\.yaml is in order: study embedded, pairs smollm2-135m_int8, ",
     'python pipeline/chat.py "Why is the sky blue?" --draft int8': (
         r"accepted  \[corrected\]  \{bonus\}\n\d+ tokens in \d+ target forwards"
     ),
@@ -248,6 +248,8 @@ def families(stdout: str) -> set[str]:
 
 
 def test_a_study_is_begun_measured_changed_and_kept(study: PipelineCopy, index: Path, tmp_path: Path) -> None:
+    for written in ("notes/about.md", "README.md"):
+        cells.write_text(study.root / written, "About.\n")
     follow(study, "git init", "git add .", "git commit -m start")
     assert study.git("status", "--porcelain") == ""
 
@@ -256,7 +258,7 @@ def test_a_study_is_begun_measured_changed_and_kept(study: PipelineCopy, index: 
     assert families(printed) == {"hardware", "download"} | TIMED | ACCEPTANCE | SHARED | LAST
     count = len(study_cells(load_params(study.root / "params.yaml")))
     assert f"\n{count} cells measured now on this machine; 0 from committed results" in printed
-    follow(study, "git add metrics plots dvc.lock params.yaml")
+    follow(study, "git add metrics plots notes dvc.lock params.yaml README.md")
     kept = study.git("status", "--porcelain", "--", "metrics", "plots", "dvc.lock", "params.yaml").splitlines()
     assert kept and {line[1] for line in kept} == {" "}, "nothing of it is left to be added"
     printed = follow(

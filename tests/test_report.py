@@ -251,22 +251,6 @@ def test_how_often_hugging_face_gave_the_same_text_is_printed(study: Params) -> 
     assert [row["HF output equal"] for row in rows] == ["11 of 12", "–", "11 of 12"]
 
 
-def test_generate_with_the_draft_is_a_baseline(study: Params) -> None:
-    record = cells.read_json(BENCHMARK)
-    row = table(section(text(), "Baselines and noise"))[0]
-    ends = [f"{record[f'speedup_over_hf_assisted{end}']:.2f}" for end in ("", "_lo", "_hi")]
-    assert row["HF with the draft, tok/s"] == "16.0" and row["its output equal"] == "10 of 12"
-    assert row["speed-up over it"] == "{} [{}, {}]".format(*ends)
-    unknown = dict.fromkeys(f"speedup_over_hf_assisted{end}" for end in ("", "_lo", "_hi"))
-    fake_cells.edit(BENCHMARK, **unknown, hf_assisted_tokens_per_second=None, hf_assisted_identical_prompts=None)
-    row = table(section(text(), "Baselines and noise"))[0]
-    assert [row[key] for key in ("HF with the draft, tok/s", "speed-up over it", "its output equal")] == [
-        "–",
-        "– [–]",
-        "–",
-    ]
-
-
 def test_the_header_names_the_kernels(study: Params) -> None:
     assert "float32, default kernels; torch" in report.readme_part(text())
     fake_cells.edit(BENCHMARK, kernels="packed")
