@@ -167,7 +167,8 @@ def _loss(rows: list[Row]) -> str:
     best = max(explained, key=lambda row: row[OVER])
     return (
         f"The best cell whose factors are known is {costliest(best)} Measured = ideal × i.i.d. × verification × overhead: "
-        f"{product(best)}."
+        f"{product(best)}. Overhead is what neither c nor v holds, such as draws and bookkeeping, and what the clock of T(n) "
+        "misses."
     )
 
 

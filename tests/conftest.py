@@ -1,5 +1,7 @@
 """What all tests share. Everything runs offline, on the CPU and on one thread, as the results of two runs may differ else."""
 
+import os
+
 import laws
 import pytest
 import torch
@@ -21,6 +23,14 @@ def pytest_collection_modifyitems(items):
 def one_thread():
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_the_disk():
+    """What is written here need not outlive a power cut, and some tests write a study of files; stages in processes do wait."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(scope="session")

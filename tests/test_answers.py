@@ -196,7 +196,8 @@ def test_what_costs_most_is_told_with_the_product(study: Params) -> None:
     fake_cells.edit(path, speedup_over_fastest=1.4, **factors)
     assert told()["Why not more?"] == (
         "The best cell whose factors are known is `small_int8`, k = 4, packed kernels: verification costs most, "
-        "×0.650. Measured = ideal × i.i.d. × verification × overhead: 1.20 = 2.00 × 0.960 × 0.650 × 0.950."
+        "×0.650. Measured = ideal × i.i.d. × verification × overhead: 1.20 = 2.00 × 0.960 × 0.650 × 0.950. "
+        "Overhead is what neither c nor v holds, such as draws and bookkeeping, and what the clock of T(n) misses."
     )
 
 
