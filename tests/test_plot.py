@@ -91,7 +91,9 @@ def lines_of(figure: Figure, panel: int, style: str) -> list[list[float]]:
 
 
 def test_every_figure_is_written_twice_alike_and_as_plain_shapes(study: Params) -> None:
+    settings = dict(matplotlib.rcParams)
     plot.main()
+    assert dict(matplotlib.rcParams) == settings, "nothing is left in them"
     first = {path.stem: path.read_bytes() for path in FOLDER.glob("*.svg")}
     assert first.keys() == NAMES
     plot.main()
@@ -100,12 +102,6 @@ def test_every_figure_is_written_twice_alike_and_as_plain_shapes(study: Params) 
         tags = [element.tag.split("}")[1] for element in ElementTree.fromstring(content).iter()]
         assert "text" not in tags and "date" not in tags
         assert "path" in tags
-
-
-def test_nothing_is_left_in_matplotlibs_settings(study: Params) -> None:
-    before = dict(matplotlib.rcParams)
-    plot.main()
-    assert dict(matplotlib.rcParams) == before
 
 
 def test_text_is_legible_and_legends_cover_no_data(figures: dict[str, Figure]) -> None:
