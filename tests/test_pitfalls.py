@@ -431,7 +431,9 @@ def lab(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "encode_prompt", lambda tokenizer, prompt: PROMPT)
     monkeypatch.setattr(sweep, "encode_prompt", lambda tokenizer, prompt: PROMPT)
     monkeypatch.setattr(chat, "encode_conversation", lambda *_: PROMPT)
-    monkeypatch.setattr(chat, "RoundPrinter", lambda *_: SimpleNamespace(on_round=None, end=lambda: None, legend=""))
+    monkeypatch.setattr(
+        chat, "RoundPrinter", lambda *_: SimpleNamespace(on_round=lambda _: None, end=lambda: None, legend="")
+    )
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     cells.write_json(cells.HARDWARE, {"fingerprint": {"threads": 1, "cpu": "x"}})
 

@@ -70,7 +70,7 @@ BY_HAND = {"make mutants": "a quarter of an hour"}
 SCRIPTS = {
     "python pipeline/hardware.py": r"^params\.yaml is in order: study embedded, pairs smollm2-135m_int8, ",
     'python pipeline/chat.py "Why is the sky blue?" --draft int8': (
-        r"accepted  \[corrected\]  \{bonus\}\n\d+ tokens in \d+ target forwards"
+        r"^accepted  \[corrected\]  \{bonus\}\n.*\n\d+ tokens in \d+ target forwards"
     ),
     "python pipeline/benchmark.py --backend toy": r"^target +toy-target .*\nspeed-up over plain decoding +\d",
     "python pipeline/benchmark.py --backend hf --target smollm2-135m --draft lookup --k 4 --runs 5": (
